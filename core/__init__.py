@@ -1,0 +1,1 @@
+"""The frame: request core, scheduler, contracts and plugin resolution. Imports no plugin."""

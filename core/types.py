@@ -1,0 +1,351 @@
+"""The nouns of the engine: requests, sampling parameters, step plans, step results, outputs.
+
+Frontends make a `Request`, the scheduler turns requests into a `StepPlan`, an executor answers
+with a `StepResult`, and the engine hands out `TokenOutput`s. Later stages never write into
+earlier objects. No torch here; numpy only as the type of the plan's arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any
+
+from cardcage.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 0.01
+GREEDY_EPS = 1e-5
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. The value is what clients see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
+
+
+class RequestStatus(IntEnum):
+    """The one state machine. Everything above PREEMPTED is an end state."""
+
+    WAITING = 0
+    PARKED = 1  # waits for an event (grammar, tier load, more input), never polled
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED = 4
+    FAILED = 5
+    CANCELLED = 6
+
+    @property
+    def is_end(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it stops.
+
+    Field names and ranges are those that users of OpenAI's API and of vLLM know. Values out of
+    range raise `InvalidRequest` naming the field. `temperature < 1e-5` means greedy. `stop`
+    strings and `bad_words` need a tokenizer, so the text layer handles them: it turns
+    `bad_words` into `bad_words_ids` and matches `stop` on text.
+
+    Source: OpenAI API reference; vLLM 0.30 field names.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    ext: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            put(self, name, () if value is None else tuple(value))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        put(self, "bad_words_ids", tuple(tuple(w) for w in self.bad_words_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+        if self.top_k == -1:
+            put(self, "top_k", 0)
+        if self.seed == -1:
+            put(self, "seed", None)
+        self._check()
+        if self.temperature < GREEDY_EPS:
+            put(self, "temperature", 0.0)
+        elif self.temperature < MIN_TEMPERATURE:
+            put(self, "temperature", MIN_TEMPERATURE)
+
+    def _check(self) -> None:
+        _between("n", self.n, 1, 16384, integer=True)
+        _between("temperature", self.temperature, 0.0, 2.0)
+        _between("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _between("top_k", self.top_k, 0, 2**31 - 1, integer=True)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        if self.seed is not None:
+            _between("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
+        if self.max_tokens is not None:
+            _between("max_tokens", self.max_tokens, 0, 2**31 - 1, integer=True)
+        top = self.max_tokens if self.max_tokens is not None else 2**31 - 1
+        _between("min_tokens", self.min_tokens, 0, top, integer=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _between(name, value, -1, 2**31 - 1, integer=True)
+        for text in (*self.stop, *self.bad_words):
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop and bad_words must be non-empty strings", "stop")
+        for token in (*self.stop_token_ids, *(self.allowed_token_ids or ())):
+            _between("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+        for token, bias in (self.logit_bias or {}).items():
+            _between("logit_bias", token, 0, 2**31 - 1, integer=True)
+            _between("logit_bias", bias, -math.inf, math.inf)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < GREEDY_EPS
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The field names, for error messages and translation layers."""
+        return tuple(f.name for f in fields(cls))
+
+
+def _between(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    integer: bool = False,
+    low_open: bool = False,
+) -> None:
+    kinds: tuple[type, ...] = (int,) if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        what = "an integer" if integer else "a number"
+        raise InvalidRequest(f"{name} must be {what}, got {str(value)[:80]!r}", name)
+    if math.isnan(value) or value < low or value > high or (low_open and value == low):
+        left = "(" if low_open else "["
+        raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", name)
+    if math.isinf(value):
+        raise InvalidRequest(f"{name} must be finite, got {value}", name)
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One sequence to generate, as the engine sees it: token ids, no text.
+
+    `n > 1` never reaches the engine: the client makes one request per sample, child i with seed
+    `seed + i`. `arrival_s` is in seconds of the engine's clock. `stop_token_ids` of the model
+    (end of sequence) come in `eos_token_ids`. `root_key` isolates prefix-cache entries: the
+    client puts the tenant salt and the adapter digest there, already encoded.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_s: float = 0.0
+    priority: int = 0
+    seed: int = 0  # resolved: the client's, or drawn at admission; 64 bits, kept for life
+    root_key: bytes = b""
+    session_id: str | None = None
+    ext: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class SlotAdmit:
+    """Everything the device must know of a request that takes a slot (new or resumed).
+
+    `token_ids` are all known tokens (prompt, then outputs kept over a preemption).
+    `block_ids[g]` are the block ids of KV group g, from logical block 0 (0 = null block).
+    """
+
+    slot: int
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_len: int
+    num_computed: int
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    block_ids: tuple[list[int], ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, as deltas over persistent slots. Decode rows (one token) come first.
+
+    Order in which an executor applies it: releases, admits, block_appends, zero_blocks, copies,
+    then rows. Row r runs tokens [starts[r], starts[r] + num_tokens[r]) of slot slots[r];
+    `samples[r]` says that the row's last position is sampled. With drafts, num_tokens includes
+    them and `num_drafts[r] + 1` positions are sampled. Token ids are not here: they live on the
+    device, where the previous step put them.
+
+    Arrays are int32 (samples: bool) of length R.
+    """
+
+    step: int
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    num_drafts: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    admits: list[SlotAdmit] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    # (group, slot, first logical block, block ids)
+    block_appends: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    zero_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (group, block ids)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from, to)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability (natural log) of one token, its 1-based rank, and the top alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, row for row in the order of its plan.
+
+    `token_ids[r, :counts[r]]` are the tokens of row r; validity is the count, never a sentinel.
+    `rejected[r]` counts drafts that were not kept. `errors` maps a row to the sentence that
+    ends its request alone (for example: no finite logit was left).
+    """
+
+    step: int
+    token_ids: NDArray[np.int32]  # [R, 1 + max drafts]
+    counts: NDArray[np.int32]  # [R]
+    rejected: NDArray[np.int32]  # [R]
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    # row -> one entry per prompt position predicted in this step: position starts[r] + 1 + i
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What the engine tells a client about one request after one step. Token ids, no text.
+
+    `finish_reason` is set exactly once, on the last output of a request. `stop_reason` is the
+    stop token id that ended it, None for end of sequence and length. `error` is set with
+    `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    queued_s: float | None = None  # engine clock: arrival -> first schedule
+    first_token_s: float | None = None  # arrival -> first token
+    now_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """One kind of cache layer as the block pool sees it: one block id covers all its layers.
+
+    `kind` names a `kv_kinds` plugin (`full`, `window`, ...), `options` are its numbers (for
+    example `{"window": 4096}`). `page_bytes` is the size of one block over all layers of the
+    group; `block_size` its number of tokens.
+    """
+
+    name: str
+    kind: str
+    block_size: int
+    page_bytes: int
+    options: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """What the executor offers the scheduler after loading the model."""
+
+    groups: tuple[KVGroupSpec, ...]
+    pool_bytes: int
+    max_slots: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot for metrics and dashboards. Counters only ever grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_parked: int = 0
+    kv_usage: float = 0.0  # 0..1
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
