@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from cardcage.core.model_desc import ModelDesc
-from cardcage.core.types import KVCapacity, KVGroupSpec, SamplingParams, StepPlan, StepResult
+from cardcage.core.types import (
+    EngineStats,
+    GenRequest,
+    KVCapacity,
+    KVGroupSpec,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
 
 if TYPE_CHECKING:
     import logging
@@ -738,7 +749,13 @@ class FrontendNeed(Need):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One HTTP route of a frontend. auth: "required" or "public"."""
+    """One HTTP route of a frontend. auth: "required" or "public".
+
+    `path` may hold `{name}` segments. `handler` is an ASGI application, called as
+    `handler(scope, receive, send)`; the host has checked authorisation and counts the bytes of
+    the body. Routes of all frontends share one table: the same method and path twice is an
+    error at start-up.
+    """
 
     method: str
     path: str
@@ -746,10 +763,62 @@ class Route:
     auth: str = "required"
 
 
+class GenStream(Protocol):
+    """The answer to one `GenRequest`: an async iterator of deltas, merged while nobody reads.
+
+    Iteration ends after every sample has finished. It raises EngineDead or ExecutionError when
+    the engine failed. `aclose()` aborts what still runs; calling it twice is harmless.
+    """
+
+    request_id: str
+    prompt_text: str | None
+    prompt_token_ids: Sequence[int]
+    prompt_logprobs: Sequence[TokenLogprob | None] | None
+    params: SamplingParams
+    usage: Usage
+
+    def __aiter__(self) -> GenStream: ...
+    async def __anext__(self) -> TextDelta: ...
+    async def aclose(self) -> None: ...
+    def cancel(self) -> None:
+        """Abort at once, from the event loop; a pending `__anext__` ends the iteration."""
+
+
+class EngineClient(Protocol):
+    """The one object that a frontend gets. All methods belong to the client's event loop."""
+
+    info: Any  # ModelInfo; raises AdmissionError while the engine starts
+    tokenizer: Tokenizer | None
+    max_prompt_chars: int
+
+    async def prepare(self, request: GenRequest) -> Any:
+        """Render, tokenize and check. Raises InvalidRequest or ContextTooLong with `param`."""
+
+    async def start(self, prepared: Any) -> GenStream:
+        """Admit a prepared request. Raises AdmissionError before any output."""
+
+    async def submit(self, request: GenRequest) -> GenStream:
+        """`prepare` and `start`."""
+
+    async def render(self, request: GenRequest) -> tuple[str | None, list[int]]:
+        """The prompt as text (None when ids were given) and ids, not submitted."""
+
+    async def abort(self, request_ids: Iterable[str]) -> None: ...
+    def health(self) -> tuple[str, str]:
+        """(state, reason); state is "starting", "ok", "draining" or "dead"."""
+
+    async def stats(self) -> EngineStats: ...
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token as text (undecodable bytes replaced) and as raw bytes."""
+
+    def metrics_text(self) -> bytes:
+        """Engine metrics in Prometheus text format."""
+
+
 class Frontend(Protocol):
     """Gets one object, the async client, and nothing else."""
 
-    def routes(self, client: Any) -> list[Route]: ...
+    def routes(self, client: EngineClient) -> list[Route]: ...
     def close(self) -> None: ...
 
 

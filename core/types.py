@@ -349,3 +349,57 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenRequest:
+    """What a frontend asks of the client: one prompt, `params.n` samples, text or token ids.
+
+    Exactly one of `prompt` (text, or token ids) and `messages` is set. `params` holds only the
+    fields that the caller set (the model's generation defaults fill the rest), or a complete
+    `SamplingParams`. `default_max_tokens` applies when the caller gave no limit; None fills the
+    context. `add_special_tokens` None means: yes for prompts, no for rendered chats.
+    `truncate_prompt_tokens` -1 cuts to what fits.
+    """
+
+    request_id: str = ""
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    params: SamplingParams | Mapping[str, Any] = field(default_factory=dict)
+    default_max_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one sample of a stream gained since the last delta was taken.
+
+    `token_ids` and `logprobs` (when asked for) belong to exactly the tokens whose text is
+    released here; tokens that a stop string or half a character holds back come later.
+    `finish_reason` is set once, on the sample's last delta; `stop_reason` is the stop string or
+    stop token id that ended it.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one request so far. The prompt counts once, completions sum over samples."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
