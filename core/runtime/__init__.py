@@ -1,0 +1,1 @@
+"""The tensor ring: one step on a device. Imports torch; knows no vendor and no plugin by name."""

@@ -1,0 +1,261 @@
+"""What model descriptions share: reading a Hugging Face config, RoPE settings, plain layers.
+
+A `ConfigView` hands out values and remembers which keys were asked for; `finish` refuses keys
+that would change the computation and that nobody honoured. Data only, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cardcage.core.errors import UnsupportedModel
+from cardcage.core.model_desc import Branch, HeadSpec, LayerSpec, ModelDesc, Node, RopeSpec
+
+_MISSING: Any = object()
+
+# Config keys that change what a model computes, with the values that mean "off". A family that
+# honours one reads it; for all others any other value is refused.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_chunk_size": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "no_rope_layers": (),
+    "qk_layernorm": (False,),
+    "residual_multiplier": (1,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "vision_config": (),
+}
+
+_ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "gelu": "geglu",
+}
+
+# rope_type -> the keys that it may hold besides rope_type, rope_theta and partial_rotary_factor
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+    "longrope": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
+    ),
+}
+
+
+class ConfigView:
+    """A config dictionary under reading. A null value counts as absent."""
+
+    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+        self.architecture = architecture
+        self._config = config
+        self._seen: set[str] = set()
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        """The value, or the default. Raises UnsupportedModel if neither exists."""
+        self._seen.add(key)
+        value = self._config.get(key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise UnsupportedModel(f"{self.architecture}: config has no {key!r}, which is needed")
+        return default
+
+    def integer(self, key: str, default: Any = _MISSING) -> int:
+        """A positive integer (zero is allowed where it is the default)."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or (value <= 0 != default):
+            raise self.refuse(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.refuse(key, value, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(key, value, "true or false")
+        return value
+
+    def refuse(self, key: str, value: Any, allowed: str) -> UnsupportedModel:
+        """The exception for a value that cannot be honoured; the caller raises it."""
+        return UnsupportedModel(
+            f"{self.architecture}: config key {key!r} is {value!r:.80}, supported is {allowed}"
+        )
+
+    def activation(self, key: str = "hidden_act", default: str = "silu") -> str:
+        """The mlp block's name of the config's activation."""
+        value = self.get(key, default)
+        if value not in _ACTIVATIONS:
+            raise self.refuse(key, value, ", ".join(sorted(_ACTIVATIONS)))
+        return _ACTIVATIONS[value]
+
+    def window(self, max_position: int, key: str = "sliding_window") -> int:
+        """Visible keys of a sliding layer; 0 where the window never bites."""
+        value = self.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refuse(key, value, "a positive integer or null")
+        return 0 if value >= max_position else value
+
+    def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
+        """One of full_attention, sliding_attention per layer."""
+        value = list(self.get("layer_types", default))
+        if len(value) != num_layers or set(value) - {"full_attention", "sliding_attention"}:
+            raise self.refuse(
+                "layer_types", value, f"{num_layers} of full_attention, sliding_attention"
+            )
+        return value
+
+    def finish(self) -> None:
+        """Refuse keys that change the computation and were not read."""
+        for key, off in _OFF.items():
+            value = self._config.get(key)
+            if key in self._seen or value is None or value in off:
+                continue
+            raise self.refuse(key, value, "only " + (" or ".join(map(repr, (None, *off)))))
+
+
+def rope(
+    view: ConfigView,
+    head_size: int,
+    max_position: int,
+    default_theta: float = 10_000.0,
+    layer_type: str | None = None,
+) -> RopeSpec:
+    """The RoPE of a config, from `rope_parameters` (transformers 5) or `rope_scaling`.
+
+    `layer_type` picks an entry where the parameters are nested by layer type.
+    """
+    key = "rope_parameters" if view.get("rope_parameters", None) else "rope_scaling"
+    params = dict(view.get(key, None) or {})
+    if layer_type in params:
+        params = dict(params[layer_type] or {})
+        key = f"{key}.{layer_type}"
+    theta = params.pop("rope_theta", None) or view.number("rope_theta", default_theta)
+    partial = params.pop("partial_rotary_factor", None)
+    partial = view.number("partial_rotary_factor", 1.0) if partial is None else partial
+    return rope_spec(view, key, params, float(theta), int(head_size * partial), max_position)
+
+
+def rope_spec(
+    view: ConfigView, key: str, params: Mapping[str, Any], theta: float, dim: int, max_position: int
+) -> RopeSpec:
+    """A RopeSpec from one flat dictionary of rope parameters found at config key `key`."""
+    params = {name: value for name, value in params.items() if value is not None}
+    legacy = params.pop("type", "default")
+    kind = params.pop("rope_type", legacy)
+    kind = "longrope" if kind == "su" else kind
+    if kind not in _ROPE_KEYS:
+        raise view.refuse(f"{key}.rope_type", kind, ", ".join(sorted(_ROPE_KEYS)))
+    nested = [name for name, value in params.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModel(
+            f"{view.architecture}: config key {key} has an entry per layer type ({nested[0]!r}), "
+            "which this architecture does not define"
+        )
+    if kind == "default":
+        return RopeSpec(dim=dim, theta=theta, max_position=max_position)
+    unknown = sorted(params.keys() - _ROPE_KEYS[kind])
+    if unknown:
+        raise UnsupportedModel(
+            f"{view.architecture}: config key {key}.{unknown[0]} is not supported with "
+            f"rope_type {kind!r}; supported are {', '.join(sorted(_ROPE_KEYS[kind]))}"
+        )
+    if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
+        # Phi-3 keeps it beside the rope settings, and that value wins.
+        outer = view.get("original_max_position_embeddings", None)
+        inner = params.get("original_max_position_embeddings", max_position)
+        params["original_max_position_embeddings"] = outer or inner
+    return RopeSpec(
+        dim=dim, theta=theta, scaling={"rope_type": kind, **params}, max_position=max_position
+    )
+
+
+def decoder(
+    view: ConfigView,
+    layers: Sequence[LayerSpec],
+    ropes: Mapping[str, RopeSpec],
+    *,
+    final_norm: Node,
+    max_position: int,
+    tied: bool,
+    softcap: float = 0.0,
+    embed_scale: float = 1.0,
+    aliases: tuple[tuple[str, str], ...] = (),
+) -> ModelDesc:
+    """The parts around the layers, which all these families share."""
+    desc = ModelDesc(
+        architecture=view.architecture,
+        vocab_size=view.integer("vocab_size"),
+        hidden_size=view.integer("hidden_size"),
+        max_position=max_position,
+        embed_prefix="model.embed_tokens",
+        layers=tuple(layers),
+        final_norm=final_norm,
+        head=HeadSpec("lm_head", view.flag("tie_word_embeddings", tied), softcap=softcap),
+        ropes=dict(ropes),
+        embed_scale=embed_scale,
+        aliases=aliases,
+    )
+    view.finish()
+    return desc
+
+
+def pre_norm_layer(prefix: str, norm: Mapping[str, Any], attention: Node, ffn: Node) -> LayerSpec:
+    """x += attention(norm x); x += ffn(norm x), with Llama's names for the norms."""
+    return LayerSpec(
+        (
+            Branch(attention, Node("rms", f"{prefix}.input_layernorm", norm)),
+            Branch(ffn, Node("rms", f"{prefix}.post_attention_layernorm", norm)),
+        )
+    )
+
+
+def heads(view: ConfigView, head_size: int | None = None) -> dict[str, Any]:
+    """num_heads, num_kv_heads and head_size of a config, as arguments of the gqa block."""
+    num_heads = view.integer("num_attention_heads")
+    num_kv_heads = view.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise view.refuse("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads}")
+    size = head_size or view.integer("hidden_size") // num_heads
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": view.integer("head_dim", size),
+    }
