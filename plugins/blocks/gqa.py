@@ -19,7 +19,7 @@ class Gqa:
     """
 
     name: ClassVar[str] = "gqa"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "blocks>=1.0,<2"
     caps: ClassVar[Caps] = BlockCaps()
 
     def build(self, need: BlockNeed, ctx: Any, options: Any) -> Gqa:

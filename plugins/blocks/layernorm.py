@@ -13,7 +13,7 @@ class LayerNorm:
     """(x - mean) / sqrt(var + eps) * w + b, in float32. Arguments: eps, bias (default true)."""
 
     name: ClassVar[str] = "layernorm"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "blocks>=1.0,<2"
     caps: ClassVar[Caps] = BlockCaps()
 
     def build(self, need: BlockNeed, ctx: Any, options: Any) -> LayerNorm:

@@ -13,7 +13,7 @@ class Mlp:
     fused (one tensor gate_up_proj: gate rows, then up rows)."""
 
     name: ClassVar[str] = "mlp"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "blocks>=1.0,<2"
     caps: ClassVar[Caps] = BlockCaps()
 
     def build(self, need: BlockNeed, ctx: Any, options: Any) -> Mlp:

@@ -13,7 +13,7 @@ class Rms:
     """w * x / sqrt(mean(x^2) + eps). Arguments: eps, variant (llama, fp32 or 1p)."""
 
     name: ClassVar[str] = "rms"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "blocks>=1.0,<2"
     caps: ClassVar[Caps] = BlockCaps()
 
     def build(self, need: BlockNeed, ctx: Any, options: Any) -> Rms:

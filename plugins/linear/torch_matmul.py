@@ -11,7 +11,7 @@ class TorchMatmul:
     """y = x W^T + b by torch.nn.functional.linear, for weights stored as plain numbers."""
 
     name: ClassVar[str] = "torch_matmul"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "linear>=1.0,<2"
     caps: ClassVar[Caps] = LinearCaps(encoding=frozenset({"none"}), priority=30)
 
     def build(self, need: LinearNeed, ctx: Any, options: Any) -> Any:

@@ -119,6 +119,13 @@ class ConfigView:
             f"{self.architecture}: config key {key!r} is {value!r:.80}, supported is {allowed}"
         )
 
+    def nullable(self, key: str, default: float) -> float | None:
+        """A number; None where the config says null, the default where it says nothing."""
+        if key in self._config and self._config[key] is None:
+            self._seen.add(key)
+            return None
+        return self.number(key, default)
+
     def activation(self, key: str = "hidden_act", default: str = "silu") -> str:
         """The mlp block's name of the config's activation."""
         value = self.get(key, default)
@@ -126,9 +133,11 @@ class ConfigView:
             raise self.refuse(key, value, ", ".join(sorted(_ACTIVATIONS)))
         return _ACTIVATIONS[value]
 
-    def window(self, max_position: int, key: str = "sliding_window") -> int:
+    def window(self, max_position: int, default: int = 0) -> int:
         """Visible keys of a sliding layer; 0 where the window never bites."""
-        value = self.get(key, 0)
+        key = "sliding_window"
+        value = 0 if key in self._config and self._config[key] is None else self.get(key, default)
+        self._seen.add(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.refuse(key, value, "a positive integer or null")
         return 0 if value >= max_position else value
@@ -157,16 +166,20 @@ def rope(
     max_position: int,
     default_theta: float = 10_000.0,
     layer_type: str | None = None,
+    legacy_longrope: bool = False,
 ) -> RopeSpec:
     """The RoPE of a config, from `rope_parameters` (transformers 5) or `rope_scaling`.
 
     `layer_type` picks an entry where the parameters are nested by layer type.
+    `legacy_longrope`: early Phi-3 configs say "yarn" where they mean LongRoPE.
     """
     key = "rope_parameters" if view.get("rope_parameters", None) else "rope_scaling"
     params = dict(view.get(key, None) or {})
     if layer_type in params:
         params = dict(params[layer_type] or {})
         key = f"{key}.{layer_type}"
+    if legacy_longrope and params.get("rope_type", params.get("type")) == "yarn":
+        params["rope_type"] = "longrope"
     theta = params.pop("rope_theta", None) or view.number("rope_theta", default_theta)
     partial = params.pop("partial_rotary_factor", None)
     partial = view.number("partial_rotary_factor", 1.0) if partial is None else partial
@@ -247,13 +260,42 @@ def pre_norm_layer(prefix: str, norm: Mapping[str, Any], attention: Node, ffn: N
     )
 
 
-def heads(view: ConfigView, head_size: int | None = None) -> dict[str, Any]:
-    """num_heads, num_kv_heads and head_size of a config, as arguments of the gqa block."""
+def sandwich_layer(prefix: str, norm: Mapping[str, Any], attention: Node, mlp: Node) -> LayerSpec:
+    """x += norm(attention(norm x)); x += norm(mlp(norm x)), with Gemma's names for the norms."""
+
+    def node(name: str) -> Node:
+        return Node("rms", f"{prefix}.{name}", norm)
+
+    return LayerSpec(
+        (
+            Branch(attention, node("input_layernorm"), node("post_attention_layernorm")),
+            Branch(mlp, node("pre_feedforward_layernorm"), node("post_feedforward_layernorm")),
+        )
+    )
+
+
+def qwen_windows(view: ConfigView, num_layers: int, max_position: int) -> list[int]:
+    """The window of each layer: with `use_sliding_window`, those from `max_window_layers` up."""
+    window = view.window(max_position, 4096) if view.flag("use_sliding_window", False) else 0
+    first = view.get("max_window_layers", 28)
+    default = [
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(num_layers)
+    ]
+    kinds = view.layer_types(num_layers, default)
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def heads(view: ConfigView, default_size: int | None = None) -> dict[str, Any]:
+    """num_heads, num_kv_heads and head_size of a config, as arguments of the gqa block.
+
+    A config without `head_dim` gets `default_size`, or hidden size / heads if that is None.
+    """
     num_heads = view.integer("num_attention_heads")
     num_kv_heads = view.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise view.refuse("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads}")
-    size = head_size or view.integer("hidden_size") // num_heads
+    size = default_size or view.integer("hidden_size") // num_heads
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,

@@ -14,7 +14,7 @@ class Llama:
     """Pre-norm decoder: GQA with RoPE, SwiGLU. SmolLM3 leaves RoPE out of every fourth layer."""
 
     name: ClassVar[str] = "llama"
-    api: ClassVar[str] = "1.0"
+    api: ClassVar[str] = "models>=1.0,<2"
     caps: ClassVar[Caps] = ModelCaps(
         architecture=frozenset({"LlamaForCausalLM", "SmolLM3ForCausalLM"})
     )
