@@ -794,11 +794,11 @@ class EngineClient(Protocol):
     async def prepare(self, request: GenRequest) -> Any:
         """Render, tokenize and check. Raises InvalidRequest or ContextTooLong with `param`."""
 
-    async def start(self, prepared: Any) -> GenStream:
+    async def start_stream(self, prepared: Any) -> GenStream:
         """Admit a prepared request. Raises AdmissionError before any output."""
 
     async def submit(self, request: GenRequest) -> GenStream:
-        """`prepare` and `start`."""
+        """`prepare` and `start_stream`."""
 
     async def render(self, request: GenRequest) -> tuple[str | None, list[int]]:
         """The prompt as text (None when ids were given) and ids, not submitted."""
@@ -811,7 +811,7 @@ class EngineClient(Protocol):
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """A token as text (undecodable bytes replaced) and as raw bytes."""
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         """Engine metrics in Prometheus text format."""
 
 

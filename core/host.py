@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from cardcage.core.errors import ConfigError, ModelError, SelectionError, Unsupp
 from cardcage.core.registry import Registry
 from cardcage.core.resolver import Decision
 from cardcage.core.scheduler import Scheduler, SchedulerConfig
-from cardcage.core.types import EMBEDDED_MODEL, KVCapacity
+from cardcage.core.types import EMBEDDED_MODEL, KVCapacity, ModelInfo
 
 Progress = Callable[[str, int, int], None]
 # Kinds whose config table has `use` and `prefer`; other kinds are chosen by need or by name.
@@ -34,22 +34,6 @@ _TABLES = {
     "linear": "linear",
     "quant": "quant",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What frontends may know of the model. Plain data, so it crosses a process boundary."""
-
-    name: str
-    served_names: tuple[str, ...]
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    scheduler_policy: str = "fcfs"
-    logprobs_mode: str = "raw_logprobs"
-    max_logprobs: int = 20
-    created_s: int = 0
 
 
 @dataclass(slots=True)

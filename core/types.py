@@ -353,6 +353,22 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What frontends may know of the model. Plain data, so it crosses a process boundary."""
+
+    name: str
+    served_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_policy: str = "fcfs"
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 20
+    created_s: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenRequest:
     """What a frontend asks of the client: one prompt, `params.n` samples, text or token ids.
