@@ -99,12 +99,12 @@ class Registry:
             listing = Decision(kind, "", "installed", None, rows).table()
             raise SelectionError(str(error), listing) from error
         if decision.chosen is None:
-            asked = "" if use == "auto" else f' "{use}"'
-            cause = decision.rows[0].candidate.error if use != "auto" and decision.rows else None
-            first = decision.rows[0].text() if use != "auto" and decision.rows else decision.note
+            if use == "auto":
+                raise SelectionError(f"{kind}: {decision.note}", decision.table(note=False))
+            first = decision.rows[0]
             raise SelectionError(
-                f"{kind}{asked} cannot be used: {first}", decision.table()
-            ) from cause
+                f'{kind} "{use}" cannot be used: {first.text()}', decision.table()
+            ) from first.candidate.error
         return decision
 
     def explain(

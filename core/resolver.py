@@ -63,8 +63,8 @@ class Decision:
     rows: list[Row] = field(default_factory=list)
     note: str = ""
 
-    def table(self) -> str:
-        """The decision as text: a headline and one aligned line per candidate."""
+    def table(self, note: bool = True) -> str:
+        """The decision as text: a headline, one aligned line per candidate, and the note."""
         head = f"{self.kind} for {self.need}  [{self.how}]" if self.need else (
             f"{self.kind}  [{self.how}]"
         )  # fmt: skip
@@ -74,7 +74,7 @@ class Decision:
             f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip()
             for a, b, c, d in cells
         ]
-        return "\n".join([head, *lines, *([f"  {self.note}"] if self.note else [])])
+        return "\n".join([head, *lines, *([f"  {self.note}"] if note and self.note else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able form, the same facts as the table."""
