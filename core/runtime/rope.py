@@ -155,35 +155,39 @@ class Rope:
         self._frequencies = frequencies.to(device)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] -> (cos, sin), each float32 [T, 1, dim / 2]."""
+        """positions int64 [T] -> (cos, signed sin), each float32 [T, 1, dim].
+
+        Laid out for `rotate`: the sine of a pair's first channel is negated.
+        """
         angles = positions.to(torch.float32).view(-1, 1, 1) * self._frequencies
         cos, sin = angles.cos(), angles.sin_()
         if self.attention_factor != 1.0:
             cos.mul_(self.attention_factor)
             sin.mul_(self.attention_factor)
-        return cos, sin
+        if self._interleaved:
+            cos, sin = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)
+            return cos.flatten(-2), sin.flatten(-2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotate(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x [T, heads, D] -> the same shape and dtype, rotated, in fresh contiguous memory."""
-        cos, sin = tables
         if x.dtype != torch.float32:
             return self.rotate(x.to(torch.float32), tables).to(x.dtype)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        a, b = self._pair(x)
-        out_a, out_b = self._pair(out)
-        torch.mul(a, cos, out=out_a)
-        out_a.addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=out_b)
-        out_b.addcmul_(a, sin)
         if x.shape[-1] != self._dim:
-            out[..., self._dim :] = x[..., self._dim :]
-        return out
+            rotated = self._rotate_all(x.narrow(-1, 0, self._dim), tables)
+            return torch.cat((rotated, x[..., self._dim :]), -1)
+        return self._rotate_all(x, tables)
 
-    def _pair(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotate_all(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """x cos + partner sin. The partner of each channel is fetched in one pass."""
+        cos, sin = tables
         if self._interleaved:
-            return x[..., 0 : self._dim : 2], x[..., 1 : self._dim : 2]
-        half = self._half
-        return x.narrow(-1, 0, half), x.narrow(-1, half, half)
+            partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            partner = x.roll(self._half, -1)
+        return (x * cos).addcmul_(partner, sin)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor

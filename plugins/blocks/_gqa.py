@@ -71,25 +71,21 @@ class GroupedQueryAttention:
         tokens = x.shape[0]
         heads, kv_heads, size = self._heads, self._kv_heads, self._size
         qkv = self._qkv(x)
-        by_head = qkv.view(tokens, heads + 2 * kv_heads, size)
-        v = by_head.narrow(1, heads + kv_heads, kv_heads)
+        # q and k lie side by side, so that without norms one rotation serves both.
+        qk, v = qkv.view(tokens, -1, size).split_with_sizes((heads + kv_heads, kv_heads), 1)
         rope = self._rope
         if self._q_norm is None or self._k_norm is None:
-            if rope is None:
-                q, k = by_head.narrow(1, 0, heads), by_head.narrow(1, heads, kv_heads)
-            else:
-                # q and k lie side by side, so one rotation serves both.
-                both = by_head.narrow(1, 0, heads + kv_heads)
-                both = rope.rotate(both, inp.ropes[rope.index])
-                q, k = both.narrow(1, 0, heads), both.narrow(1, heads, kv_heads)
+            if rope is not None:
+                qk = rope.rotate(qk, inp.ropes[rope.index])
+            q, k = qk.split_with_sizes((heads, kv_heads), 1)
         else:
             if self._full_norm:
                 k_width = kv_heads * size
                 q = self._q_norm(qkv.narrow(1, 0, self._width)).view(tokens, heads, size)
                 k = self._k_norm(qkv.narrow(1, self._width, k_width)).view(tokens, kv_heads, size)
             else:
-                q = self._q_norm(by_head.narrow(1, 0, heads))
-                k = self._k_norm(by_head.narrow(1, heads, kv_heads))
+                q, k = qk.split_with_sizes((heads, kv_heads), 1)
+                q, k = self._q_norm(q), self._k_norm(k)
             if rope is not None:
                 tables = inp.ropes[rope.index]
                 q, k = rope.rotate(q, tables), rope.rotate(k, tables)

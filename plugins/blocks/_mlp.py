@@ -57,7 +57,5 @@ class GatedMlp:
         self._act = activation(act, prefix)
 
     def __call__(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor:
-        both = self._gate_up(x)
-        size = self._size
-        gate = self._act(both.narrow(1, 0, size))
-        return self._down(gate.mul_(both.narrow(1, size, size)))
+        gate, up = self._gate_up(x).split(self._size, 1)
+        return self._down(self._act(gate).mul_(up))

@@ -45,7 +45,8 @@ def route(logits: torch.Tensor, top_k: int, renorm: bool) -> tuple[torch.Tensor,
 
 
 def _gated(both: torch.Tensor, size: int, act: Act) -> torch.Tensor:
-    return act(both.narrow(1, 0, size)).mul_(both.narrow(1, size, size))
+    gate, up = both.split(size, 1)
+    return act(gate).mul_(up)
 
 
 def _combine(

@@ -41,7 +41,7 @@ def rms_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, variant: st
 class RmsNorm:
     """x [..., n] -> the same shape and dtype, fresh memory. The last dimension is normalised."""
 
-    __slots__ = ("_eps", "_inverse_n", "_n", "_round_first", "_weight")
+    __slots__ = ("_eps", "_eps_tensor", "_inverse_n", "_n", "_round_first", "_weight")
 
     def __init__(self, ctx: BuildContext, name: str, n: int, eps: float, variant: str) -> None:
         if variant not in RMS_VARIANTS:
@@ -56,6 +56,7 @@ class RmsNorm:
         self._n = (n,)
         self._inverse_n = 1.0 / n
         self._eps = eps
+        self._eps_tensor = torch.tensor(eps, dtype=torch.float32, device=ctx.device)
         self._round_first = variant == "llama"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +64,8 @@ class RmsNorm:
         if x.dtype == torch.float32:
             if x.is_cuda:
                 return F.rms_norm(x, self._n, weight, self._eps)
-            # On the host torch composes rms_norm of more passes than these (measured 14 us
-            # against 10 us for [1, 576] on one core).
+            # On the host torch composes rms_norm of more passes than these: for [1, 576] on one
+            # core 18 us against 11 us (torch 2.13).
             return (x * self._inverse_rms(x)).mul_(weight)
         wide = x.to(torch.float32)
         normed = wide * self._inverse_rms(wide)
@@ -73,8 +74,9 @@ class RmsNorm:
         return normed.mul_(weight).to(x.dtype)
 
     def _inverse_rms(self, x: torch.Tensor) -> torch.Tensor:
-        square = (x * x).sum(-1, keepdim=True)
-        return square.mul_(self._inverse_n).add_(self._eps).rsqrt_()
+        return torch.add(
+            self._eps_tensor, (x * x).sum(-1, keepdim=True), alpha=self._inverse_n
+        ).rsqrt_()
 
 
 def _plus_one(weight: torch.Tensor) -> torch.Tensor:

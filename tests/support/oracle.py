@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.support.paged import DictSource, Host
 
 TOLERANCE = 2e-4

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import Gemma2Config
 
 from cardcage.plugins.models.gemma2 import Gemma2
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 SIZES = base(num_hidden_layers=4, head_dim=16, sliding_window=8)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import Gemma3TextConfig
 
 from cardcage.core.errors import UnsupportedModel
 from cardcage.plugins.models.gemma3 import Gemma3
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 SIZES = base(num_hidden_layers=6, head_dim=16, sliding_window=8)
 SCALED = {

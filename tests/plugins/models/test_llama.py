@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import LlamaConfig, SmolLM3Config
 
 from cardcage.core.errors import UnsupportedModel
 from cardcage.plugins.models.llama import Llama
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import MistralConfig
 
 from cardcage.plugins.models.mistral import Mistral
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 
 @pytest.mark.parametrize(

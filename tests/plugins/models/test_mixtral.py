@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.oracle import Oracle, base, check, check_bfloat16, close
-from tests.support.paged import DictSource, Host
 from transformers import MixtralConfig
 
 from cardcage.plugins.models.mixtral import Mixtral
+from tests.support.oracle import Oracle, base, check, check_bfloat16, close
+from tests.support.paged import DictSource, Host
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import Olmo2Config
 
 from cardcage.core.errors import UnsupportedModel
 from cardcage.plugins.models.olmo2 import Olmo2
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 
 @pytest.mark.parametrize(

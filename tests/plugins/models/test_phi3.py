@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16, close
-from tests.support.paged import Host
 from transformers import Phi3Config
 
 from cardcage.core.errors import UnsupportedModel
 from cardcage.plugins.models.phi3 import Phi3
+from tests.support.oracle import Oracle, base, check, check_bfloat16, close
+from tests.support.paged import Host
 
 SIZES = base(pad_token_id=0)
 LONG = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16
 from transformers import Qwen2Config
 
 from cardcage.plugins.models.qwen2 import Qwen2
+from tests.support.oracle import Oracle, base, check, check_bfloat16
 
 YARN = {
     "rope_type": "yarn",

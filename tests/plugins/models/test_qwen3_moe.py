@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.oracle import Oracle, base, check, check_bfloat16, close
-from tests.support.paged import DictSource, Host
 from transformers import Qwen3MoeConfig
 
 from cardcage.plugins.models.qwen3_moe import Qwen3Moe
+from tests.support.oracle import Oracle, base, check, check_bfloat16, close
+from tests.support.paged import DictSource, Host
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
 
