@@ -143,9 +143,7 @@ def _latency(args: argparse.Namespace) -> list[dict[str, Any]]:
         _generate(llm, _prompts(rng, args.batch_size, 8, vocab), 2)
         for _ in range(args.repetitions):
             # New prompts every time: the prefix cache must not answer for the prefill.
-            first.append(
-                _generate(llm, _prompts(rng, args.batch_size, args.input_len, vocab), 1)
-            )
+            first.append(_generate(llm, _prompts(rng, args.batch_size, args.input_len, vocab), 1))
             if args.output_len > 1:
                 prompts = _prompts(rng, args.batch_size, args.input_len, vocab)
                 whole = _generate(llm, prompts, args.output_len)
@@ -232,8 +230,10 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
         headers["Authorization"] = f"Bearer {args.api_key}"
     model = args.model or _first_model(place, headers)
     rng = random.Random(args.seed)
-    words = [" ".join(str(rng.randrange(10_000)) for _ in range(args.input_words))
-             for _ in range(args.num_prompts)]
+    words = [
+        " ".join(str(rng.randrange(10_000)) for _ in range(args.input_words))
+        for _ in range(args.num_prompts)
+    ]
     queue = list(enumerate(words))
     lock = threading.Lock()
     results: list[tuple[float, list[float], int]] = []
@@ -245,9 +245,15 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if not queue:
                     return
                 _, prompt = queue.pop(0)
-            body = {"model": model, "prompt": prompt, "max_tokens": args.output_len,
-                    "temperature": 0, "ignore_eos": True, "stream": True,
-                    "stream_options": {"include_usage": True}}
+            body = {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": args.output_len,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
             try:
                 result = _one(place, headers, body)
             except (OSError, ValueError, EngineError, http.client.HTTPException) as error:
@@ -286,8 +292,9 @@ def _first_model(place: tuple[str, int], headers: dict[str, str]) -> str:
     return str(json.loads(body)["data"][0]["id"])
 
 
-def _one(place: tuple[str, int], headers: dict[str, str], body: dict[str, Any]
-         ) -> tuple[float, list[float], int]:
+def _one(
+    place: tuple[str, int], headers: dict[str, str], body: dict[str, Any]
+) -> tuple[float, list[float], int]:
     """(seconds to the first text, gaps between chunks, output tokens by the server's usage)."""
     connection = http.client.HTTPConnection(*place, timeout=600)
     started = last = time.perf_counter()

@@ -20,6 +20,7 @@ from cardcage.core import contracts as c
 from cardcage.core.config import Config, load_config
 from cardcage.core.engine import Engine
 from cardcage.core.errors import ConfigError, ModelError, SelectionError, UnsupportedModel
+from cardcage.core.policy import Policy
 from cardcage.core.registry import Registry
 from cardcage.core.resolver import Decision
 from cardcage.core.scheduler import Scheduler, SchedulerConfig
@@ -66,11 +67,11 @@ class Host:
 
     def __init__(self, config: Config, registry: Registry | None = None) -> None:
         self.config = config
-        self.registry = registry or Registry.discover()
-        self.decisions: dict[str, Decision] = {}
-        self.hardware: c.Hardware | None = None
-        self._memo: dict[tuple[str, c.Need, str], Decision] = {}
         self._tree = config.as_dict()
+        self.registry = registry or Registry.discover(Policy.from_config(self._tree["plugins"]))
+        self.hardware: c.Hardware | None = None
+        self.data_dir = Path(self._tree["data_dir"]) if self._tree["data_dir"] else data_dir()
+        self._memo: dict[tuple[str, c.Need, str], Decision] = {}
         self._built: list[Any] = []
 
     def context(self, kind: str, name: str, extras: Mapping[str, Any]) -> c.PluginContext:
@@ -79,7 +80,7 @@ class Host:
             logger=logging.getLogger(f"cardcage.plugin.{kind}.{name}"),
             config=self._tree,
             clock=time.monotonic,
-            data_dir=data_dir(),
+            data_dir=self.data_dir,
             hardware=self.hardware,
             resolve=self.resolve,
             extras=dict(extras),
@@ -100,7 +101,6 @@ class Host:
                 hardware_order=order,
             )
             self._memo[key] = found
-            self.decisions[f"{kind}:{len(self._memo)}"] = found
         return found
 
     def resolve(self, kind: str, need: c.Need, use: str = "auto", **extras: Any) -> Any:
@@ -109,9 +109,7 @@ class Host:
         candidate = decision.chosen
         if candidate is None:
             raise SelectionError(f"no {kind} plugin fits", decision.table())
-        options = self._tree.get("plugin", {}).get(candidate.id)
-        if options is None:
-            options = self._tree.get("plugin", {}).get(candidate.name)
+        options = self.registry.options_for(candidate, self._tree["plugin"])
         context = self.context(kind, candidate.name, extras)
         built = self.registry.build(candidate, need, context, options)
         self._built.append(built)
@@ -132,7 +130,6 @@ class Host:
                 lines = [f"{v.path}: {v.reason}{f'; {v.fix}' if v.fix else ''}" for v in broken]
                 raise ConfigError(f"{hardware.name} cannot run this config: " + " | ".join(lines))
             self.hardware = hardware
-            self._memo.clear()
         return self.hardware
 
     def open_source(self, ref: str, progress: Progress | None = None) -> c.ModelSource:
@@ -170,8 +167,8 @@ class Host:
     def explain(self) -> dict[str, Any]:
         """Every decision made so far, as text tables by kind."""
         seen: dict[str, list[str]] = {}
-        for key, decision in self.decisions.items():
-            seen.setdefault(key.split(":")[0], []).append(decision.table())
+        for (kind, _, _), decision in self._memo.items():
+            seen.setdefault(kind, []).append(decision.table())
         return {kind: sorted(set(tables)) for kind, tables in seen.items()}
 
     def close(self) -> None:
@@ -182,12 +179,14 @@ class Host:
                 close()
 
 
-def model_info(config: Config, source: c.ModelSource, tokenizer: c.Tokenizer | None,
-               max_model_len: int) -> ModelInfo:
+def model_info(
+    config: Config, source: c.ModelSource, tokenizer: c.Tokenizer | None, max_model_len: int
+) -> ModelInfo:
     """Collect what frontends show and check against."""
     tree = config.as_dict()
-    generation = dict(source.generation_config) if tree["sampling"]["generation_config"] != "none" \
-        else {}
+    generation = (
+        dict(source.generation_config) if tree["sampling"]["generation_config"] != "none" else {}
+    )
     eos: list[int] = list(tokenizer.eos_token_ids) if tokenizer is not None else []
     for holder in (source.config, source.generation_config):
         value = holder.get("eos_token_id")
@@ -215,8 +214,9 @@ def open_source(ref: str = "", progress: Progress | None = None) -> c.ModelSourc
     return host.open_source(ref or EMBEDDED_MODEL, progress)
 
 
-def build_engine(config: Config, progress: Progress | None = None,
-                 registry: Registry | None = None) -> EngineParts:
+def build_engine(
+    config: Config, progress: Progress | None = None, registry: Registry | None = None
+) -> EngineParts:
     """Build everything for one engine in this process, and load the model."""
     host = Host(config, registry)
     try:
@@ -229,7 +229,8 @@ def build_engine(config: Config, progress: Progress | None = None,
 def _build(host: Host, progress: Progress | None) -> EngineParts:
     hardware = host.choose_hardware()
     tree = host.config.as_dict()
-    source = host.open_source(tree["model"] or EMBEDDED_MODEL, progress)
+    _refuse_unbuilt(tree)
+    source = host.open_source(model_reference(tree), progress)
     architectures = source.config.get("architectures") or []
     if not architectures:
         raise UnsupportedModel(f"{source.ref}: its config names no architecture")
@@ -257,8 +258,26 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     )
 
 
-def scheduler_config(config: Config, source: c.ModelSource, capacity: KVCapacity
-                     ) -> SchedulerConfig:
+def model_reference(tree: Mapping[str, Any]) -> str:
+    """The model reference of a config: with its revision, or the embedded default."""
+    ref = str(tree["model"]) or EMBEDDED_MODEL
+    return f"{ref}@{tree['revision']}" if tree["revision"] else ref
+
+
+def _refuse_unbuilt(tree: Mapping[str, Any]) -> None:
+    """Name what a config asks for and this version cannot do, instead of ignoring it."""
+    if tree["speculator"]["use"]:
+        raise ConfigError(
+            f'speculator.use = "{tree["speculator"]["use"]}": this version runs no speculators; '
+            "remove the table"
+        )
+    if tree["kv"]["tiers"]:
+        raise ConfigError("kv.tiers: this version has no tiers below device memory; remove them")
+
+
+def scheduler_config(
+    config: Config, source: c.ModelSource, capacity: KVCapacity
+) -> SchedulerConfig:
     """The scheduler's own numbers out of the config tree and what the executor offers."""
     tree = config.as_dict()
     table, kv = tree["scheduler"], tree["kv"]
