@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cardcage.core.contracts import GenStream, Tokenizer
 from cardcage.core.engine_loop import EngineLink, InlineLink
 from cardcage.core.errors import AdmissionError, EngineDead, EngineError, ExecutionError
+from cardcage.core.text.detokenizer import Detokenizer
 from cardcage.core.text.intake import Intake, Limits, Prepared
 from cardcage.core.text.sample import Sample
 from cardcage.core.types import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from cardcage.core.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _INLINE_CHARS = 20_000  # longer prompts are rendered and tokenized in a thread
 _STATS_TIMEOUT_S = 2.0
@@ -157,7 +159,7 @@ class AsyncEngine:
             the link brings it, or there is none.
         limits: what requests may ask for.
         seed: makes drawn seeds repeat from run to run.
-        metrics: where requests are counted; None for nowhere.
+        make_metrics: makes the counters of requests from the model's info; None for none.
     """
 
     def __init__(
@@ -167,13 +169,15 @@ class AsyncEngine:
         load_tokenizer: Callable[[], Tokenizer | None] | None = None,
         limits: Limits | None = None,
         seed: int | None = None,
-        metrics: EngineMetrics | None = None,
+        make_metrics: Callable[[Any], EngineMetrics] | None = None,
     ) -> None:
         self._link = link
         self._load_tokenizer = load_tokenizer
         self._limits = limits
         self._seed = seed
-        self.metrics = metrics
+        self._make_metrics = make_metrics
+        self.metrics: EngineMetrics | None = None
+        self.metrics_sources: list[Callable[[], bytes]] = []
         self._intake: Intake | None = None
         self._info: Any = None
         self.explain: dict[str, Any] = {}
@@ -187,7 +191,9 @@ class AsyncEngine:
         self.dead = asyncio.Event()
 
     @classmethod
-    def from_config(cls, config: Config, *, metrics: EngineMetrics | None = None) -> AsyncEngine:
+    def from_config(
+        cls, config: Config, *, make_metrics: Callable[[Any], EngineMetrics] | None = None
+    ) -> AsyncEngine:
         """A client of an engine built from a config: inline or in its own process."""
         tree = config.as_dict()
         limits = Limits(max_n=128)
@@ -195,7 +201,7 @@ class AsyncEngine:
             from cardcage.core.host import build_engine
 
             link: EngineLink = InlineLink(lambda progress: build_engine(config, progress))
-            return cls(link, limits=limits, seed=tree["seed"], metrics=metrics)
+            return cls(link, limits=limits, seed=tree["seed"], make_metrics=make_metrics)
         from cardcage.core.process import ProcessLink, load_tokenizer
 
         return cls(
@@ -203,7 +209,7 @@ class AsyncEngine:
             load_tokenizer=lambda: load_tokenizer(config),
             limits=limits,
             seed=tree["seed"],
-            metrics=metrics,
+            make_metrics=make_metrics,
         )
 
     # ---- life
@@ -223,6 +229,8 @@ class AsyncEngine:
             await self._link.close()
             raise
         self._info, self.explain = ready.info, ready.explain
+        if self._make_metrics is not None:
+            self.metrics = self._make_metrics(ready.info)
         self._intake = Intake.for_model(ready.info, tokenizer, limits=self._limits, seed=self._seed)
         if self._state == "starting":
             self._state = "ok"
@@ -308,7 +316,7 @@ class AsyncEngine:
             request = _with_id(request, f"req-{secrets.token_hex(12)}")
         return await self._in_thread(request, self.intake.prepare)
 
-    async def _in_thread(self, request: GenRequest, function: Callable[[GenRequest], Any]) -> Any:
+    async def _in_thread(self, request: GenRequest, function: Callable[[GenRequest], T]) -> T:
         size = len(request.prompt) if request.prompt is not None else 0
         if request.messages is not None:
             size = sum(
@@ -376,16 +384,27 @@ class AsyncEngine:
         data = vocabulary.bytes_of(token_id)
         return data.decode("utf-8", "replace"), data
 
+    def token_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """For each token, the character of the decoded text at which its own text starts."""
+        vocabulary = self.intake.vocabulary
+        if vocabulary is None:
+            return [0] * len(token_ids)
+        detokenizer = Detokenizer(vocabulary)
+        for token_id in token_ids:
+            detokenizer.push(token_id)
+        detokenizer.finish()
+        return detokenizer.take()[3]
+
     async def metrics_text(self) -> bytes:
-        """Engine metrics in Prometheus text format; b"" when metrics are off."""
-        if self.metrics is None:
-            return b""
-        if self._state in ("ok", "draining"):
+        """Engine metrics, and those of `metrics_sources`, in Prometheus text format."""
+        metrics = self.metrics
+        if metrics is not None and self._state in ("ok", "draining"):
             try:
-                self.metrics.update(await asyncio.wait_for(self.stats(), _STATS_TIMEOUT_S))
+                metrics.update(await asyncio.wait_for(self.stats(), _STATS_TIMEOUT_S))
             except (TimeoutError, EngineError):
                 logger.debug("engine statistics are not available now")
-        return self.metrics.text()
+        parts = [source() for source in self.metrics_sources]
+        return b"".join([*parts, metrics.text() if metrics is not None else b""])
 
     # ---- what the link delivers
 

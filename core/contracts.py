@@ -775,8 +775,9 @@ class GenStream(Protocol):
     prompt_token_ids: Sequence[int]
     prompt_logprobs: Sequence[TokenLogprob | None] | None
     params: SamplingParams
-    usage: Usage
 
+    @property
+    def usage(self) -> Usage: ...
     def __aiter__(self) -> GenStream: ...
     async def __anext__(self) -> TextDelta: ...
     async def aclose(self) -> None: ...
@@ -810,6 +811,9 @@ class EngineClient(Protocol):
     async def stats(self) -> EngineStats: ...
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """A token as text (undecodable bytes replaced) and as raw bytes."""
+
+    def token_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """For each token, the character of the decoded text at which its own text starts."""
 
     async def metrics_text(self) -> bytes:
         """Engine metrics in Prometheus text format."""

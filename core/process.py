@@ -124,6 +124,7 @@ class ProcessLink:
         self._folder: str | None = None
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
+        self._sending: set[asyncio.Task[None]] = set()
         self._ready: asyncio.Future[Ready] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._dead: str | None = None
@@ -270,7 +271,9 @@ class ProcessLink:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._dead is None:
-            asyncio.ensure_future(self._send("abort", request_ids))
+            task = asyncio.create_task(self._send("abort", request_ids))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
     async def call(self, name: str, *args: Any) -> Any:
         import msgspec

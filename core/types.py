@@ -402,6 +402,7 @@ class TextDelta:
 
     `token_ids` and `logprobs` (when asked for) belong to exactly the tokens whose text is
     released here; tokens that a stop string or half a character holds back come later.
+    `offsets[i]` is the character of the sample's text at which token i starts.
     `finish_reason` is set once, on the sample's last delta; `stop_reason` is the stop string or
     stop token id that ended it.
     """
@@ -410,6 +411,7 @@ class TextDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -173,6 +173,7 @@ class Detokenizer:
         self._total = 0  # characters decoded
         self._released = 0  # characters that may be handed out
         self._queue: deque[_Withheld] = deque()
+        self._taken = 0  # where the text of the last token handed out ends
         self.num_tokens = 0
         self.stop_reason: str | None = None
         self._tail = self._prompt_tail(prompt_ids)
@@ -283,8 +284,8 @@ class Detokenizer:
             self._released = self._total
         return hit
 
-    def take(self) -> tuple[str, list[int], list[TokenLogprob]]:
-        """Text that may be shown now, and the ids and logprobs of the tokens it completes.
+    def take(self) -> tuple[str, list[int], list[TokenLogprob], list[int]]:
+        """Text that may be shown now; ids, logprobs and start offsets of the tokens it completes.
 
         A token is handed out with the text that shows all of it; none is lost or repeated.
         """
@@ -293,10 +294,13 @@ class Detokenizer:
         self._pending = self._pending[len(self._pending) - kept :] if kept else ""
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
+        offsets: list[int] = []
         queue = self._queue
         while queue and 0 <= queue[0].end <= self._released:
             token = queue.popleft()
             ids.append(token.token_id)
+            offsets.append(self._taken)
+            self._taken = token.end
             if token.logprob is not None:
                 logprobs.append(token.logprob)
-        return text, ids, logprobs
+        return text, ids, logprobs, offsets

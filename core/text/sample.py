@@ -121,13 +121,14 @@ class Sample:
         """What became visible since the last call; None when that is nothing."""
         if self._detokenizer is None:
             text, ids, logprobs = "", self._ids, self._logprobs
+            offsets = [0] * len(ids)
             self._ids, self._logprobs = [], []
         else:
-            text, ids, logprobs = self._detokenizer.take()
+            text, ids, logprobs, offsets = self._detokenizer.take()
         ends = self.finished and not self.finish_taken
         if not ends and not text and not ids:
             return None
-        delta = TextDelta(self.index, text, ids, logprobs)
+        delta = TextDelta(self.index, text, ids, logprobs, offsets)
         if ends:
             self.finish_taken = True
             delta.finish_reason, delta.stop_reason = self.finish_reason, self.stop_reason

@@ -121,7 +121,7 @@ def test_end_of_sequence_counts_and_has_no_text() -> None:
             assert text_of(deltas) == "ok"
             assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
             assert stream.usage.completion_tokens == 3
-            assert sum((d.token_ids for d in deltas), [])[-1] == TOKENS.eos_token_ids[0]
+            assert deltas[-1].token_ids[-1] == TOKENS.eos_token_ids[0]
 
     asyncio.run(main())
 

@@ -277,8 +277,11 @@ def make_parts(tokenizer: Any = None, info: ModelInfo | None = None, **engine: A
     return FakeParts(FakeEngine(**engine), tokenizer or ByteTokenizer(), info or make_info())
 
 
+BUILDER = "tests.support.fake_engine:build_in_child"
+
+
 def build_in_child(argument: Mapping[str, Any], progress: Callable[[str, int, int], None]) -> Any:
-    """The builder of process tests: `ProcessLink(None, builder="tests.support.fake_engine:build_in_child")`."""
+    """The builder of process tests: `ProcessLink(None, builder=BUILDER)`."""
     progress("loading", 1, 2)
     if argument.get("fail"):
         from cardcage.core.errors import ModelError

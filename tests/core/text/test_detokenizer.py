@@ -62,13 +62,13 @@ def run(
     for token in ids:
         stopped = detokenizer.push(token)
         if takes is None or takes.random() < 0.5:
-            text, done, _ = detokenizer.take()
+            text, done, _, _ = detokenizer.take()
             texts.append(text)
             released += done
         if stopped:
             break
     detokenizer.finish()
-    text, done, _ = detokenizer.take()
+    text, done, _, _ = detokenizer.take()
     return [*texts, text], released + done, detokenizer
 
 
