@@ -190,14 +190,24 @@ class Harness:
         result = self.backend.forward(q, self.cache, plan, out=out, sinks=sinks, lse=lse)
         at = 0
         for request, count in rows:
-            empty = torch.empty(0, n.num_kv_heads, 1)
-            old_k = self.keys.get(request, empty.expand(0, -1, n.head_size))
-            old_v = self.values.get(request, empty.expand(0, -1, n.value_size))
-            self.keys[request] = torch.cat([old_k.double(), k[at : at + count].double().cpu()])
-            self.values[request] = torch.cat([old_v.double(), v[at : at + count].double().cpu()])
+            self._remember(request, k[at : at + count], v[at : at + count])
             at += count
         self._last = (q, list(rows), sinks)
         return result, lse
+
+    def context(self, request: int, length: int) -> None:
+        """Puts `length` tokens of a request in the cache without attending."""
+        n = self.need
+        k = self.random(length, n.num_kv_heads, n.head_size)
+        v = self.random(length, n.num_kv_heads, n.value_size)
+        plan = self.backend.plan(self.meta([(request, length)]))
+        self.backend.write(k, v, self.cache, plan)
+        self._remember(request, k, v)
+
+    def _remember(self, request: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        for store, new in ((self.keys, k), (self.values, v)):
+            new = new.double().cpu()
+            store[request] = torch.cat([store[request], new]) if request in store else new
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float64 truth for the last step, padding rows included (0 and -inf, or the sink)."""
@@ -238,6 +248,7 @@ class AttentionSuite:
 
     declaration: ClassVar[Any]
     device: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = ""  # what the need says, when it is not what `device` is
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     head_size: ClassVar[int] = 16
     block_size: ClassVar[int] = 16
@@ -260,7 +271,7 @@ class AttentionSuite:
 
     def need(self, **changes: Any) -> AttentionNeed:
         base = {
-            "device_type": self.device.split(":")[0],
+            "device_type": self.device_type or self.device.split(":")[0],
             "arch": self.arch,
             "dtype": self.dtypes[0],
             "num_heads": 4,

@@ -11,6 +11,7 @@ model's dtype (tokens outermost in a block, so that gathered blocks are rows of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Backend:
         lens = meta.seq_lens.tolist() if on_host else list(meta.seq_lens_host)
         if on_host:
             starts = meta.query_start_loc.tolist()
-            query_lens = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+            query_lens = [b - a for a, b in itertools.pairwise(starts)]
         else:
             query_lens = list(meta.query_lens_host)
         requests = self._plan_requests(meta, lens, query_lens, on_host)
