@@ -95,17 +95,19 @@ def _shared(arch: tuple[int, ...]) -> int:
 
 
 def prefill_config(arch: tuple[int, ...], dim: int, value_dim: int, size: int) -> PrefillConfig:
-    """The row for this chip, with fewer stages where its shared memory asks for it.
+    """The row for this chip, made smaller where its shared memory asks for it.
 
     `dim` and `value_dim` are the padded head sizes, `size` the bytes of an element.
     """
     rows = dim * size, value_dim * size
     config = PREFILL_FLOAT32 if size == 4 else _row(PREFILL, arch, max(rows))
-    tile = config.block_n * sum(rows)
-    while config.num_stages > 1:
-        if config.block_m * rows[0] + config.num_stages * tile <= _shared(arch):
-            break
-        config = replace(config, num_stages=config.num_stages - 1)
+    while config.block_m * rows[0] + config.num_stages * config.block_n * sum(rows) > _shared(arch):
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m > 64:
+            config = replace(config, block_m=config.block_m // 2, num_warps=4)
+        else:
+            config = replace(config, block_n=config.block_n // 2)
     return config
 
 
@@ -113,8 +115,9 @@ def decode_config(arch: tuple[int, ...], dim: int, value_dim: int, size: int) ->
     """As `prefill_config`, for decode."""
     rows = dim * size, value_dim * size
     config = DECODE_FLOAT32 if size == 4 else _row(DECODE, arch, max(rows))
-    while config.num_stages > 1:
-        if (config.num_stages + 1) * config.block_n * sum(rows) <= _shared(arch):
-            break
-        config = replace(config, num_stages=config.num_stages - 1)
+    while config.num_stages * config.block_n * sum(rows) > _shared(arch):
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        else:
+            config = replace(config, block_n=config.block_n // 2)
     return config
