@@ -292,5 +292,6 @@ def scheduler_config(
         max_num_queued_reqs=table["max_num_queued_reqs"],
         max_num_queued_tokens=table["max_num_queued_tokens"],
         watermark=table["watermark"],
+        steps_in_flight=table["steps_in_flight"],
         root_seed=root,
     )
