@@ -26,7 +26,7 @@ class Unquantized:
     """Plain float32, float16 and bfloat16 checkpoints."""
 
     name = "none"
-    api = "1.0"
+    api = "quant>=1.0,<2"
     caps = QuantCaps(methods=frozenset({"none"}), priority=50)
 
     def build(self, need: QuantNeed, ctx: PluginContext, options: Any) -> Quantizer:

@@ -22,7 +22,7 @@ class DequantMatmul:
     """The kernel of last resort: correct for every encoding whose records can be decoded."""
 
     name = "dequant_matmul"
-    api = "1.0"
+    api = "linear>=1.0,<2"
     caps = LinearCaps(layer=frozenset({"linear", "moe", "embedding"}), priority=10)
     options = DequantMatmulOptions
 

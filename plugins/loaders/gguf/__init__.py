@@ -12,7 +12,7 @@ class Gguf:
     """Reads a local `.gguf` file through a memory map."""
 
     name = "gguf"
-    api = "1.0"
+    api = "loaders>=1.0,<2"
     caps = LoaderCaps(priority=50)
 
     def recognise(self, ref: str) -> RefMatch | None:

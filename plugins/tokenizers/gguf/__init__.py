@@ -20,7 +20,7 @@ class GgufTokenizer:
     """Byte-level BPE ("gpt2") and scored BPE with byte fallback ("llama")."""
 
     name = "gguf"
-    api = "1.0"
+    api = "tokenizers>=1.0,<2"
     caps = TokenizerCaps(source=frozenset({"gguf"}), priority=50)
     options = GgufTokenizerOptions
 
