@@ -188,13 +188,17 @@ def api_problem(
 ) -> tuple[str | None, str | None]:
     """Compare a declaration's `api` range with the host: (problem, warning), None for none.
 
-    The host keeps the meaning of minors N and N-1, so a range that contains either fits.
-    `host` defaults to `contracts.API[kind]`.
+    `api` is `kind>=1.0,<2` (a PEP 440 range), or a bare version `1.2`, which means from there
+    to the next major. The host keeps the meaning of minors N and N-1, so a range that contains
+    either fits. `host` defaults to `contracts.API[kind]`.
     """
     host = API[kind] if host is None else host
     warning = None
     if api is None:
         api, warning = f"{kind}>=1.0,<2", f"declares no api; taken as {kind}>=1.0,<2"
+    bare = re.fullmatch(r"(\d+)(\.\d+)*", api)
+    if bare is not None:
+        api = f"{kind}>={api},<{int(bare[1]) + 1}"
     parts = re.fullmatch(r"\s*([a-z_]+)\s*(.*)", api)
     if parts is None or parts[1] != kind:
         return f"its api {api!r} does not start with {kind!r}", warning

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Any
 
 from cardcage.core.errors import ConfigError
@@ -105,6 +106,22 @@ class Policy:
             policy, mode="allow-listed", allow=listed, mode_source=source, allow_source=source
         )
 
+    @classmethod
+    def configured(cls, files: Sequence[str] = ()) -> Policy:
+        """The policy of the configured sources; the config (and pydantic) is read only when a
+        file or a CARDCAGE_PLUGINS__* variable could set it.
+
+        Raises:
+            ConfigError: a source is wrong.
+        """
+        system = Path(os.environ.get("CARDCAGE_CONFIG_DIR", "/etc/cardcage"))
+        present = system.is_dir() and any(system.glob("*.toml"))
+        if files or present or any(name.startswith("CARDCAGE_PLUGINS__") for name in os.environ):
+            from cardcage.core.config import load_config
+
+            return cls.from_config(load_config(files).as_dict()["plugins"])
+        return cls.from_config()
+
     def verdict(self, kind: str, name: str, dist: str) -> str | None:
         """The rule that blocks a plugin, or None. Pure text comparison; nothing is imported."""
         for pattern in self.deny:
@@ -154,7 +171,6 @@ def _changed_file(metadata: Distribution, record: str) -> str | None:
     import base64
     import csv
     import hashlib
-    from pathlib import Path
 
     for row in csv.reader(record.splitlines()):
         if len(row) < 2 or not row[1].startswith("sha256="):
