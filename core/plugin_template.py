@@ -222,6 +222,9 @@ def _declaration_methods(kind: str) -> str:
 
 def _implementation(kind: str, name: str, cls: str) -> str:
     protocol = PROTOCOL_OF.get(kind)
+    contract = protocol.__name__ if protocol is not None else kind
+    members = protocol_members(protocol) if protocol is not None else ()
+    methods = [m for m in members if callable(getattr(protocol, m, None))]
     lines = [
         f'"""The work of `{name}`. Heavy imports belong here."""',
         "",
@@ -231,19 +234,17 @@ def _implementation(kind: str, name: str, cls: str) -> str:
         "",
         "",
         f"class {cls}:",
-        f'    """Implements {protocol.__name__ if protocol else kind} of cardcage.core.contracts."""',
+        f'    """Implements {contract} of cardcage.core.contracts."""',
         "",
+        *(f"    {m}: Any = None  # see the contract" for m in members if m not in methods),
+        *([""] if len(methods) < len(members) else []),
         "    def __init__(self, need: Any, ctx: Any, options: Any) -> None:",
         "        self.need, self.ctx, self.options = need, ctx, options",
     ]
-    for member in protocol_members(protocol) if protocol is not None else ():
-        value = getattr(protocol, member, None)
-        if not callable(value):
-            lines.insert(-2, f"    {member}: Any = None")
-            continue
-        parameters = list(inspect.signature(value).parameters.values())[1:]
+    for member in methods:
+        value = getattr(protocol, member)
         shown = ["self"]
-        for parameter in parameters:
+        for parameter in list(inspect.signature(value).parameters.values())[1:]:
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
             shown.append(f"{parameter.name}{default}")
         doc = inspect.cleandoc(value.__doc__ or "See the contract.").replace("\n", "\n        ")
