@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cardcage.core.contracts import KVPart, StepMeta
+from cardcage.core.contracts import KVPart
 from cardcage.core.runtime.batch import (
     PENALTY_ROW,
     BatchState,
@@ -80,6 +80,17 @@ class Verified:
     counts: torch.Tensor
     status: torch.Tensor
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.tokens, self.counts, self.status]
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replayed graph left: committed tokens, or logits still to be sampled."""
+
+    verified: Verified | None = None
+    logits: torch.Tensor | None = None
+
 
 class StepHandle:
     """A launched step. `result` waits for its arrays and turns them into a `StepResult`."""
@@ -119,11 +130,10 @@ class StepHandle:
         for row in result.errors:
             result.counts[row] = 0
         at = 3 if len(layout.sampled) else 0
-        if self._parts:
-            at = self._collect_logprobs(result, arrays, at)
+        self._collect_logprobs(result, arrays, at)
         return result
 
-    def _collect_logprobs(self, result: StepResult, arrays: list[NDArray[Any]], at: int) -> int:
+    def _collect_logprobs(self, result: StepResult, arrays: list[NDArray[Any]], at: int) -> None:
         prepared, layout = self._prepared, self._prepared.layout
         wanted = prepared.sampling.logprob_rows
         if len(wanted):
@@ -141,7 +151,6 @@ class StepHandle:
                 at += 5
                 entries += [parse(ids, values, i, prompt.top) for i in range(len(ids))]
             result.prompt_logprobs[prompt.row] = entries
-        return at
 
 
 class ModelRunner:
@@ -171,7 +180,7 @@ class ModelRunner:
         self._stream = stream
         self._upload = Uploader(batch.device, depth)
         # Set by `graphs.GraphRunner`: runs a uniform step by replay, or answers None.
-        self.replay: Callable[[Prepared, dict[str, torch.Tensor]], Sampled | None] | None = None
+        self.replay: Callable[[Prepared, dict[str, torch.Tensor]], Replayed | None] | None = None
         bind_caches(model, pool)
 
     def reset(self) -> None:
@@ -242,27 +251,29 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, prepared: Prepared) -> StepHandle:
         """Launch a prepared step. Steps run in the order of these calls."""
-        layout = prepared.layout
+        layout, sampling = prepared.layout, prepared.sampling
         dev = self._upload(prepared.uploads)
         self._apply(prepared.deltas, dev)
         if layout.num_rows == 0:
             return StepHandle(prepared, Download([], self._stream), [])
         prompts: list[list[torch.Tensor]] = []
-        sampled = self.replay(prepared, dev) if self.replay is not None else None
-        if sampled is None:
-            inputs = self.batch.build_inputs(layout, dev)
-            hidden = self.forward(inputs)
+        replayed = self.replay(prepared, dev) if self.replay is not None else None
+        if replayed is None:
+            hidden = self.forward(self.batch.build_inputs(layout, dev))
             prompts = [self._score_prompt(hidden, rows, layout) for rows in prepared.prompts]
-            sampled = self._sample(hidden, prepared.sampling, dev)
-        if sampled is None:
-            out: list[torch.Tensor] = []
+            logits = self._logits(hidden, sampling, dev)
         else:
+            logits = replayed.logits
+        out: list[torch.Tensor] = []
+        if logits is not None:
+            sampled = self.sampler(logits, sampling, dev)
             verified = self._verify(sampled, layout, dev)
-            self._commit(verified, layout, dev, prepared.sampling)
-            out = [verified.tokens, verified.counts, verified.status]
+            self._commit(verified, layout, dev, sampling)
+            out = verified.tensors()
             if sampled.logprobs is not None:
-                out.append(sampled.tokens[dev["logprob"]])
-                out.extend(sampled.logprobs.tensors())
+                out += [sampled.tokens[dev["logprob"]], *sampled.logprobs.tensors()]
+        elif replayed is not None and replayed.verified is not None:
+            out = replayed.verified.tensors()
         for chunks in prompts:
             out.extend(chunks)
         parts = [len(chunks) // 5 for chunks in prompts]
@@ -281,15 +292,15 @@ class ModelRunner:
         plans = [key.backend.plan(inputs.metas[key.group]) for key in self.model.attention_keys]
         return self.model.forward(ModelInput(inputs.input_ids, inputs.positions, plans))
 
-    def _sample(
+    def _logits(
         self, hidden: torch.Tensor, plan: SamplePlan, dev: dict[str, torch.Tensor]
-    ) -> Sampled | None:
-        """Logits of the rows that sample, and a token for each; None if no row samples."""
+    ) -> torch.Tensor | None:
+        """Logits of the rows that sample; None if no row does."""
         if plan.num == 0:
             return None
         if "token_index" in dev:
             hidden = hidden.index_select(0, dev["token_index"])
-        return self.sampler(self.model.logits(hidden), plan, dev)
+        return self.model.logits(hidden)
 
     def _score_prompt(
         self, hidden: torch.Tensor, rows: PromptRows, layout: Layout
@@ -364,25 +375,3 @@ def bind_caches(model: RunnerModel, pool: KVPool) -> None:
     for layer, parts in zip(model.attention_layers, model.kv_offsets(), strict=True):
         group = model.attention_keys[layer.key].group
         layer.cache = tuple(pool.view(group, part, offset) for part, offset in parts)
-
-
-def null_meta(
-    group: KVGroupSpec, query_lens: list[int], device: torch.device, columns: int
-) -> StepMeta:
-    """Rows over the null block: they write nothing and read zeros. For profiling and warm-up."""
-    num, total = len(query_lens), sum(query_lens)
-    start = torch.zeros(num + 1, dtype=torch.int32, device=device)
-    start[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
-    return StepMeta(
-        num_reqs=num,
-        num_tokens=total,
-        num_decodes=sum(n == 1 for n in query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(query_lens),
-        query_start_loc=start,
-        seq_lens=torch.tensor(query_lens, dtype=torch.int32, device=device),
-        block_table=torch.zeros(num, columns, dtype=torch.int32, device=device),
-        slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
-        query_lens_host=query_lens,
-        seq_lens_host=query_lens,
-    )
