@@ -19,7 +19,13 @@ from typing import Any
 from cardcage.core import contracts as c
 from cardcage.core.config import Config, load_config
 from cardcage.core.engine import Engine
-from cardcage.core.errors import ConfigError, ModelError, SelectionError, UnsupportedModel
+from cardcage.core.errors import (
+    ConfigError,
+    ModelError,
+    PluginError,
+    SelectionError,
+    UnsupportedModel,
+)
 from cardcage.core.policy import Policy
 from cardcage.core.registry import Registry
 from cardcage.core.resolver import Decision
@@ -140,8 +146,11 @@ class Host:
         for candidate in self.registry.candidates("loaders"):
             if not candidate.usable:
                 continue
-            declaration = self.registry.load(candidate)
-            match = declaration.recognise(ref)
+            try:
+                match = self.registry.load(candidate).recognise(ref)
+            except PluginError as error:
+                tried.append(f"  {candidate.id}: {error}")
+                continue
             tried.append(f"  {candidate.id}: {match.reason if match else 'not its kind of name'}")
             if match is not None and asked in ("auto", candidate.name, candidate.id):
                 matches.append((match.score, candidate.id))
