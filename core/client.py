@@ -214,6 +214,12 @@ class AsyncEngine:
 
     # ---- life
 
+    def prelaunch(self) -> None:
+        """Start the engine's process, if it has one, before `start` waits for it."""
+        spawn = getattr(self._link, "spawn", None)
+        if spawn is not None:
+            spawn()
+
     async def start(self) -> None:
         """Build the engine and the tokenizer; returns when requests can be served."""
         loading = None

@@ -233,9 +233,9 @@ class ProcessLink:
                 self._die(f"the engine failed: {error}", error)
 
     def _on_ready(self, message: dict[str, Any]) -> None:
-        from cardcage.core.types import ModelInfo
-
         import msgspec
+
+        from cardcage.core.types import ModelInfo
 
         info = msgspec.convert(message["info"], ModelInfo)
         if self._ready is not None and not self._ready.done():
