@@ -199,7 +199,8 @@ def parse_text(path: PathKey, text: str, name: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{name}: {text!r} is not JSON: {error}") from error
-    if any(getattr(m, "func", None) is one_or_many for m in info.metadata):
+    one_word = any(getattr(m, "func", None) is one_or_many for m in info.metadata)
+    if one_word or _table(path) is not None:
         return text
     raise ConfigError(f'{name}: {path_text(path)} is a list or table; write JSON such as ["a"]')
 
@@ -331,10 +332,23 @@ def env_layer(env: Mapping[str, str]) -> Layer:
         if field_at(path) is None and path[0] not in ("plugin",) and not _free(path):
             raise ConfigError(f"environment variable {name}: no such key{nearest_path(path)}")
         value = parse_text(path, env[name], name)
-        if path == ("plugin",):
-            value = _loose(env[name])
-        layer.put(path, value, name)
+        layer.put(_shorthand(path, value), value, name)
     return layer
+
+
+def _table(path: PathKey) -> type[BaseModel] | None:
+    """The model of a path that is a table of the tree, else None."""
+    info = field_at(path)
+    found = info.annotation if info is not None else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def _shorthand(path: PathKey, value: Any) -> PathKey:
+    """`attention = "x"` means `attention.use = "x"` wherever a table chooses a plugin."""
+    table = _table(path)
+    if isinstance(value, str) and table is not None and "use" in table.model_fields:
+        return (*path, "use")
+    return path
 
 
 def _free(path: PathKey) -> bool:
@@ -459,14 +473,11 @@ def mapping_layer(
             raise ConfigError(f"{spell(name)}: there is no such option{hint}")
         if text and isinstance(value, str):
             value = parse_text(path, value, spell(name))
-        info = field_at(path)
-        table = info.annotation if info is not None else None
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            if isinstance(value, str) and "use" in table.model_fields:
-                path = (*path, "use")
-            elif not isinstance(value, Mapping):
-                keys = ", ".join(table.model_fields)
-                raise ConfigError(f"{spell(name)} is a table (keys: {keys}), got {value!r}")
+        path = _shorthand(path, value)
+        table = _table(path)
+        if table is not None and not isinstance(value, Mapping):
+            keys = ", ".join(table.model_fields)
+            raise ConfigError(f"{spell(name)} is a table (keys: {keys}), got {value!r}")
         if isinstance(value, Mapping):
             _put_nested(layer, path, value, spell(name))
         else:

@@ -274,7 +274,7 @@ def _mark_conflicts(found: list[Candidate], policy: Policy) -> None:
         keeper = preferred[0] if len(preferred) == 1 else None
         if keeper is None:
             keeper = next((c for c in rivals if c.builtin), None)
-        ids = " and ".join(c.id for c in rivals)
+        ids = " and ".join(sorted(c.id for c in rivals))
         for candidate in rivals:
             if candidate is not keeper:
                 candidate.refuse(

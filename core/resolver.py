@@ -140,10 +140,10 @@ def _field_reason(name: str, value: Any, allowed: Any) -> str | None:
     label = name.replace("_", " ")
     if value is None or allowed is None:
         return None
-    if isinstance(value, frozenset | set):
-        lacking = sorted(map(str, value - set(allowed)))
-        return f"lacks {label}: {', '.join(lacking)}; has {_show(allowed)}" if lacking else None
     try:
+        if isinstance(value, frozenset | set):
+            lacking = sorted(map(str, value - set(allowed)))
+            return f"lacks {label}: {', '.join(lacking)}; has {_show(allowed)}" if lacking else None
         if hasattr(allowed, "reason"):
             reason: str | None = allowed.reason(label, value)
             return reason
