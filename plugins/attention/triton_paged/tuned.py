@@ -79,7 +79,7 @@ DECODE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
 }
 
 # float32 has no matrix units in full precision: small tiles keep the unrolled products short.
-PREFILL_FLOAT32 = PrefillConfig(32, 32, 4, 2)
+PREFILL_FLOAT32 = PrefillConfig(16, 16, 4, 2)
 DECODE_FLOAT32 = DecodeConfig(16, 4, 2, 8, 16)
 
 
