@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def _decode(llm: LLM, batch: int, salt: int) -> list[tuple[str, str, float]]:
 
 def device_name(llm: LLM) -> str:
     facts = llm.hardware_facts()
-    return str(facts.get("name", platform.processor()))
+    return f"{facts.name}, {facts.num_sms} cores" if facts.device_type == "cpu" else facts.name
 
 
 def main() -> None:

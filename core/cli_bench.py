@@ -121,7 +121,7 @@ def _open(args: argparse.Namespace) -> Any:
 def _throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     rng = random.Random(args.seed)
     with _open(args) as llm:
-        vocab = llm.vocab_size
+        vocab = llm.info.vocab_size
         _generate(llm, _prompts(rng, 1, 8, vocab), 2)
         seconds = _generate(
             llm, _prompts(rng, args.num_prompts, args.input_len, vocab), args.output_len
@@ -139,7 +139,7 @@ def _latency(args: argparse.Namespace) -> list[dict[str, Any]]:
     first: list[float] = []
     each: list[float] = []
     with _open(args) as llm:
-        vocab = llm.vocab_size
+        vocab = llm.info.vocab_size
         _generate(llm, _prompts(rng, args.batch_size, 8, vocab), 2)
         for _ in range(args.repetitions):
             # New prompts every time: the prefix cache must not answer for the prefill.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cardcage.core.contracts import Tokenizer
+from cardcage.core.contracts import DeviceFacts, Tokenizer
 from cardcage.core.errors import AdmissionError, ConfigError, ExecutionError, InvalidRequest
 from cardcage.core.text.intake import Intake, Prepared
 from cardcage.core.text.logprobs import Logprob, all_candidates, candidates
@@ -23,6 +23,7 @@ from cardcage.core.types import (
     EngineStats,
     FinishReason,
     GenRequest,
+    ModelInfo,
     Request,
     SamplingParams,
     TokenLogprob,
@@ -356,6 +357,22 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False while blocks of it are in use."""
         return bool(self._engine.reset_prefix_cache())
+
+    @property
+    def engine(self) -> Any:
+        """The `Engine` underneath, for programs that step it themselves."""
+        return self._engine
+
+    @property
+    def info(self) -> ModelInfo:
+        """Names, context, vocabulary and defaults of the model."""
+        info: ModelInfo = self._parts.info
+        return info
+
+    def hardware_facts(self) -> DeviceFacts:
+        """The device that the model runs on: name, architecture, memory in bytes."""
+        facts: DeviceFacts = self._parts.host.hardware.facts()
+        return facts
 
     def explain(self) -> dict[str, Any]:
         """Which plugins were chosen, and why."""
