@@ -409,7 +409,7 @@ class BatchState:
                     seq_lens_host=layout.seq_lens,
                 )
             )
-        return StepInputs(self._legal(ids), positions, metas)
+        return StepInputs(self.legal(ids), positions, metas)
 
     def decode_inputs(
         self,
@@ -442,13 +442,14 @@ class BatchState:
                     seq_lens_host=seq_lens,
                 )
             )
-        return StepInputs(self._legal(ids), starts, metas)
+        return StepInputs(self.legal(ids), starts, metas)
 
     def _table(self, group: int, slots: torch.Tensor, longest: int) -> tuple[torch.Tensor, int]:
         size = self.groups[group].block_size
         return self.tables[group][:, : -(-longest // size)][slots], size
 
-    def _legal(self, ids: torch.Tensor) -> torch.Tensor:
+    def legal(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids clamped into the vocabulary, in place."""
         # Admission checks ids and the sampler draws legal ones; a draft may still be anything.
         return ids.clamp_(0, self.vocab_size - 1)
 

@@ -31,9 +31,8 @@ class KVPool:
     def __init__(self, groups: Sequence[KVGroupSpec], num_bytes: int, device: torch.device) -> None:
         self.groups = tuple(groups)
         self.num_bytes = num_bytes // _ALIGN * _ALIGN
-        # Host memory comes zeroed, page by page, when it is first touched.
-        make = torch.zeros if device.type == "cpu" else torch.empty
-        self.buffer = make(self.num_bytes, dtype=torch.uint8, device=device)
+        # Not zeroed as a whole: on a host that would touch every page of it at start-up.
+        self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         reserved = max((g.page_bytes for g in self.groups), default=0)
         self.buffer[:reserved].zero_()
 

@@ -23,9 +23,11 @@ _MUL = (0xD2511F53, 0xCD9E8D57)
 _STEP = (0x9E3779B9, 0xBB67AE85)
 _TOP = 1.0 - 2.0**-24  # largest uniform below 1 in float32
 # Bounds of the Gumbel noise below: -log(-log1p(-2**-33)) and its counterpart at _TOP.
-GUMBEL_MAX = 22.8738
+GUMBEL_MAX = 22.8739
 # A candidate costs one Philox call, a dense row a quarter of one per token.
 _SPARSE = 5
+# Below this vocabulary a loop over rows costs more than noise for every token.
+_SMALL = 1024
 
 
 def philox(counter: Any, key: Any) -> tuple[Any, Any, Any, Any]:
@@ -124,7 +126,7 @@ def draw(
     Returns:
         int64 [n]. A row without a finite entry gets some id: the caller must check for that.
     """
-    if z.device.type == "cpu":
+    if z.device.type == "cpu" and z.shape[1] > _SMALL:
         return _draw_host(z, seeds, positions, domain, sub)
     noise = gumbel(words(seeds, positions, z.shape[1], domain, sub))
     return first_argmax(z + noise)

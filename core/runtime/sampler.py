@@ -335,7 +335,7 @@ class Sampler:
         counts = self.batch.counts[self._int(tables.PENALTY_ROW, slot).to(torch.int64)]
         if "drafted" in plan.totals:
             owner, at = self._entries(plan, dev, "drafted")
-            ids = self.batch.words[at].to(torch.int64)
+            ids = self.batch.legal(self.batch.words[at].to(torch.int64))
             ones = torch.ones_like(owner, dtype=torch.int32)
             counts.index_put_((owner, ids), ones, accumulate=True)
         repetition = self._float(tables.REPETITION, slot)[:, None]

@@ -57,8 +57,9 @@ def bisect(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.T
     limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).to(torch.int64)
     kth = _largest(keys, None, limit)
     kept = masses(z, z.amax(dim=-1)).masked_fill_(keys < kth[:, None], 0)
-    key = _largest(keys, kept, _needed(kept.sum(dim=-1), top_p))
-    key = torch.where(top_p < 1.0, key, kth)
+    need = _needed(kept.sum(dim=-1), top_p)
+    key = _largest(keys, kept, need)
+    key = torch.where((top_p < 1.0) & (need > 0), key, kth)
     value = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)
     return torch.where((limit < vocab) | (top_p < 1.0), value, -torch.inf)
 

@@ -49,8 +49,9 @@ class LoopAttention:
         return out
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
-           window: int) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int
+) -> torch.Tensor:
     """Row by row, so that no result depends on the shape of a batch."""
     keys = torch.arange(len(k))
     out = []
@@ -72,8 +73,14 @@ class Key:
 class FakeModel:
     """Layer 0 sees everything (group 0), layer 1 a window (group 1), unless windows says other."""
 
-    def __init__(self, vocab: int = 48, size: int = 8, block_size: int = 4,
-                 windows: tuple[int, ...] = (0, 7), seed: int = 0) -> None:
+    def __init__(
+        self,
+        vocab: int = 48,
+        size: int = 8,
+        block_size: int = 4,
+        windows: tuple[int, ...] = (0, 7),
+        seed: int = 0,
+    ) -> None:
         g = torch.Generator().manual_seed(seed)
         self.vocab, self.size, self.windows = vocab, size, windows
         self.embedding = torch.randn(vocab, size, generator=g)
@@ -84,8 +91,9 @@ class FakeModel:
         self.attention_layers = [SimpleNamespace(key=i, cache=()) for i in range(len(windows))]
         page = 2 * -(-block_size * size * 4 // 64) * 64
         self._groups = tuple(
-            KVGroupSpec(f"g{i}", "window" if w else "full", block_size, page,
-                        {"window": w} if w else {})
+            KVGroupSpec(
+                f"g{i}", "window" if w else "full", block_size, page, {"window": w} if w else {}
+            )
             for i, w in enumerate(windows)
         )
         self._offsets = [
@@ -189,19 +197,40 @@ class Driver:
         self.num_groups, self.block_size = num_groups, block_size
         self.steps = 0
 
-    def admit(self, slot: int, tokens: list[int], prompt_len: int | None = None,
-              params: SamplingParams | None = None, seed: int = 0, computed: int = 0,
-              eos: tuple[int, ...] = ()) -> tuple[Live, SlotAdmit]:
+    def admit(
+        self,
+        slot: int,
+        tokens: list[int],
+        prompt_len: int | None = None,
+        params: SamplingParams | None = None,
+        seed: int = 0,
+        computed: int = 0,
+        eos: tuple[int, ...] = (),
+    ) -> tuple[Live, SlotAdmit]:
         need = -(-len(tokens) // self.block_size)
         blocks = tuple(self.blocks.take(g, need) for g in range(self.num_groups))
         params = params or SamplingParams(temperature=0.0)
         live = Live(slot, list(tokens), prompt_len or len(tokens), params, seed, blocks, computed)
-        admit = SlotAdmit(slot, f"r{slot}", list(tokens), live.prompt_len, computed, params, seed,
-                          eos, tuple(list(b) for b in blocks))
+        admit = SlotAdmit(
+            slot,
+            f"r{slot}",
+            list(tokens),
+            live.prompt_len,
+            computed,
+            params,
+            seed,
+            eos,
+            tuple(list(b) for b in blocks),
+        )
         return live, admit
 
-    def plan(self, rows: list[tuple[Live, int, bool]], admits: list[SlotAdmit] | None = None,
-             releases: list[int] | None = None, drafts: list[int] | None = None) -> StepPlan:
+    def plan(
+        self,
+        rows: list[tuple[Live, int, bool]],
+        admits: list[SlotAdmit] | None = None,
+        releases: list[int] | None = None,
+        drafts: list[int] | None = None,
+    ) -> StepPlan:
         """rows: (request, number of tokens, sampled?). Grows blocks and moves `computed`."""
         appends = []
         for live, num, _ in rows:
