@@ -75,7 +75,12 @@ class ModelInput:
 
 
 class Block(Protocol):
-    """x [T, hidden] -> [T, hidden], a fresh tensor that the caller may write into."""
+    """x [T, hidden] -> [T, hidden], a fresh tensor that the caller may write into.
+
+    A block may also have: `add_norm(x, delta) -> normed` (norms: x += delta in place, then the
+    norm of x, in one pass), `finish_loading()` (called once, after the last weight) and
+    `graph_safe` (False if a call synchronises with the host).
+    """
 
     def __call__(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor: ...
 
@@ -337,6 +342,8 @@ class BuildContext:
         self.attention_keys: list[AttentionKey] = []
         self.ropes: list[Rope] = []
         self.block_size = block_size
+        # Whether a block may launch Triton kernels: the platform says so, never a vendor's name.
+        self.triton = "triton" in facts.features and facts.device_type != "cpu"
         self._kv_format = kv_format
         self._max_model_len = max_model_len
         self._rope_index: dict[str, int] = {}

@@ -39,25 +39,53 @@ def _part_bytes(part: KVPart) -> int:
     return count * dtype.itemsize
 
 
+_Branch = tuple[Block | None, Block, Block | None, float]  # norm, op, post norm, scale
+_AddNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _add_norm(norm: Block | None) -> _AddNorm | None:
+    """The norm's one-pass form of x += delta; norm(x), if it has one."""
+    fused: _AddNorm | None = getattr(norm, "add_norm", None)
+    return fused
+
+
 class _Step:
-    """One residual update of the running x: `branches` all read x, then x takes their sum."""
+    """The branches that read x together: one, or all of a parallel layer.
 
-    __slots__ = ("branches",)
+    A step returns what x has yet to gain, so that the next norm can add it in the same pass.
+    """
 
-    def __init__(self, branches: list[tuple[Block | None, Block, Block | None, float]]) -> None:
-        self.branches = branches
+    __slots__ = ("_add_norm", "_branches")
 
-    def __call__(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor:
-        """x is updated in place and returned."""
-        deltas = []
-        for norm, op, post_norm, scale in self.branches:
+    def __init__(self, branches: list[_Branch]) -> None:
+        self._branches = branches
+        self._add_norm = _add_norm(branches[0][0]) if len(branches) == 1 else None
+
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, inp: ModelInput
+    ) -> torch.Tensor:
+        """x gains `delta` in place; returns this step's own delta."""
+        fused = self._add_norm
+        if delta is not None and fused is not None:
+            norm, op, post_norm, scale = self._branches[0]
+            return self._finish(op(fused(x, delta), inp), post_norm, scale, inp)
+        if delta is not None:
+            x.add_(delta)
+        total: torch.Tensor | None = None
+        for norm, op, post_norm, scale in self._branches:
             y = op(x if norm is None else norm(x, inp), inp)
-            if post_norm is not None:
-                y = post_norm(y, inp)
-            deltas.append(y if scale == 1.0 else y.mul_(scale))
-        for y in deltas:
-            x.add_(y)
-        return x
+            y = self._finish(y, post_norm, scale, inp)
+            total = y if total is None else total.add_(y)
+        assert total is not None
+        return total
+
+    @staticmethod
+    def _finish(
+        y: torch.Tensor, post_norm: Block | None, scale: float, inp: ModelInput
+    ) -> torch.Tensor:
+        if post_norm is not None:
+            y = post_norm(y, inp)
+        return y if scale == 1.0 else y.mul_(scale)
 
 
 class Model:
@@ -85,6 +113,7 @@ class Model:
             self._steps.extend(self._layer(layer, ctx))
         final = ctx.desc.final_norm
         self._final = None if final is None else ctx.make(final)
+        self._final_add_norm = _add_norm(self._final)
         self._head = ctx.head(self._embed)
         self._scale, self._softcap = ctx.desc.head.scale, ctx.desc.head.softcap
 
@@ -95,7 +124,7 @@ class Model:
         self._groups, self._offsets = self._plan_cache(ctx.block_size)
 
     def _layer(self, layer: LayerSpec, ctx: BuildContext) -> list[_Step]:
-        def build(branch: Branch) -> tuple[Block | None, Block, Block | None, float]:
+        def build(branch: Branch) -> _Branch:
             norm = None if branch.norm is None else ctx.make(branch.norm)
             op = ctx.make(branch.op)
             post = None if branch.post_norm is None else ctx.make(branch.post_norm)
@@ -113,8 +142,13 @@ class Model:
         positions = inp.positions
         inp.ropes = [rope.tables(positions) for rope in self._ropes]
         x = self._embed(inp.input_ids)
+        delta: torch.Tensor | None = None
         for step in self._steps:
-            x = step(x, inp)
+            delta = step(x, delta, inp)
+        if self._final_add_norm is not None and delta is not None:
+            return self._final_add_norm(x, delta)
+        if delta is not None:
+            x.add_(delta)
         return x if self._final is None else self._final(x, inp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

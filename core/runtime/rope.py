@@ -184,7 +184,7 @@ class Rope:
         """x cos + partner sin. The partner of each channel is fetched in one pass."""
         cos, sin = tables
         if self._interleaved:
-            partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner = x.roll(self._half, -1)
         return (x * cos).addcmul_(partner, sin)

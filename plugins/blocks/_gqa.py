@@ -8,6 +8,8 @@ Source: Ainslie et al. 2023 (GQA); flags as in models.md 2.3 of this project's s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cardcage.core.errors import UnsupportedModel
@@ -15,6 +17,9 @@ from cardcage.core.model_desc import Node
 from cardcage.core.runtime.layers import BuildContext, ModelInput
 from cardcage.plugins.blocks._args import refuse_rest
 from cardcage.plugins.blocks._norms import RmsNorm
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Prepare = Callable[[torch.Tensor, ModelInput], Pair]
 
 
 class GroupedQueryAttention:
@@ -44,11 +49,12 @@ class GroupedQueryAttention:
 
         self._q_norm: RmsNorm | None = None
         self._k_norm: RmsNorm | None = None
-        self._full_norm = qk_norm == "full"
+        self._kernel: Callable[..., torch.Tensor] | None = None
+        self._full = qk_norm == "full"
         if qk_norm is not None:
             if qk_norm not in ("head", "full"):
                 raise UnsupportedModel(f"{prefix}: qk_norm {qk_norm!r} is neither head nor full")
-            q_width, k_width = (widths[0], widths[1]) if self._full_norm else (size, size)
+            q_width, k_width = (widths[0], widths[1]) if self._full else (size, size)
             self._q_norm = RmsNorm(ctx, f"{prefix}.q_norm.weight", q_width, eps, variant)
             self._k_norm = RmsNorm(ctx, f"{prefix}.k_norm.weight", k_width, eps, variant)
 
@@ -64,29 +70,76 @@ class GroupedQueryAttention:
             softcap=softcap,
             sinks=sinks,
         )
-        self._heads, self._kv_heads, self._size = heads, kv_heads, size
-        self._width = heads * size
+        self._counts, self._size, self._width = (heads, kv_heads), size, heads * size
+        self._interleaved = self._rope is not None and self._rope.spec.pairing == "interleaved"
+        self._prepare = self._choose(ctx, size)
+
+    def _choose(self, ctx: BuildContext, size: int) -> Prepare:
+        """How q and k are normalised and rotated: decided once."""
+        if ctx.triton:
+            from cardcage.plugins.blocks import _kernels
+
+            if size <= _kernels.MAX_HEAD:
+                self._kernel = _kernels.norm_rope
+                return self._full_norm if self._full else self._fused
+        if self._q_norm is None:
+            return self._rotate_both
+        return self._full_norm if self._full else self._head_norm
 
     def __call__(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor:
-        tokens = x.shape[0]
-        heads, kv_heads, size = self._heads, self._kv_heads, self._size
-        qkv = self._qkv(x)
-        # q and k lie side by side, so that without norms one rotation serves both.
-        qk, v = qkv.view(tokens, -1, size).split_with_sizes((heads + kv_heads, kv_heads), 1)
-        rope = self._rope
-        if self._q_norm is None or self._k_norm is None:
-            if rope is not None:
-                qk = rope.rotate(qk, inp.ropes[rope.index])
-            q, k = qk.split_with_sizes((heads, kv_heads), 1)
-        else:
-            if self._full_norm:
-                k_width = kv_heads * size
-                q = self._q_norm(qkv.narrow(1, 0, self._width)).view(tokens, heads, size)
-                k = self._k_norm(qkv.narrow(1, self._width, k_width)).view(tokens, kv_heads, size)
-            else:
-                q, k = qk.split_with_sizes((heads, kv_heads), 1)
-                q, k = self._q_norm(q), self._k_norm(k)
-            if rope is not None:
-                tables = inp.ropes[rope.index]
-                q, k = rope.rotate(q, tables), rope.rotate(k, tables)
+        tokens, (heads, kv_heads) = x.shape[0], self._counts
+        qkv = self._qkv(x).view(tokens, -1, self._size)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        q, k = self._prepare(qk, inp)
         return self._o(self._attend(q, k, v, inp).reshape(tokens, self._width))
+
+    # qk is [T, H + K, D], a view of the fused product; each returns q [T, H, D], k [T, K, D].
+
+    def _rotate_both(self, qk: torch.Tensor, inp: ModelInput) -> Pair:
+        """No norms: q and k lie side by side, so one rotation serves both."""
+        return self._split(self._rotate(qk, inp))
+
+    def _head_norm(self, qk: torch.Tensor, inp: ModelInput) -> Pair:
+        assert self._q_norm is not None
+        assert self._k_norm is not None
+        q, k = self._split(qk)
+        return self._rotate(self._q_norm(q), inp), self._rotate(self._k_norm(k), inp)
+
+    def _full_norm(self, qk: torch.Tensor, inp: ModelInput) -> Pair:
+        assert self._q_norm is not None
+        assert self._k_norm is not None
+        q, k = self._split(qk)
+        q = self._q_norm(q.flatten(1)).view(q.shape)
+        k = self._k_norm(k.flatten(1)).view(k.shape)
+        return self._rotate(q, inp), self._rotate(k, inp)
+
+    def _fused(self, qk: torch.Tensor, inp: ModelInput) -> Pair:
+        """Norms and rotation in one kernel."""
+        rope, q_norm, k_norm = self._rope, self._q_norm, self._k_norm
+        tables = None if rope is None else inp.ropes[rope.index]
+        if q_norm is None or k_norm is None:
+            if tables is None:
+                return self._split(qk)
+            weights: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+            eps, round_first = 0.0, False
+        else:
+            weights = (q_norm.weight, k_norm.weight)
+            eps, round_first = q_norm.eps, q_norm.round_first
+        assert self._kernel is not None
+        heads = self._counts[0]
+        return self._split(
+            self._kernel(qk, heads, tables, self._interleaved, *weights, eps, round_first)
+        )
+
+    def _split(self, qk: torch.Tensor) -> Pair:
+        q, k = qk.split_with_sizes(self._counts, 1)
+        return q, k
+
+    def _rotate(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor:
+        rope = self._rope
+        if rope is None:
+            return x
+        tables = inp.ropes[rope.index]
+        if self._kernel is not None:
+            return self._kernel(x, 0, tables, self._interleaved, None, None, 0.0, False)
+        return rope.rotate(x, tables)

@@ -29,11 +29,27 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activation(name: str, who: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function on the gate. Raises UnsupportedModel for a name that is not known."""
+def gated(
+    ctx: BuildContext, name: str, size: int, who: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function [T, 2 I] -> [T, I] that applies `name` to the gate and multiplies with up.
+
+    Raises:
+        UnsupportedModel: the activation is not known.
+    """
     if name not in ACTIVATIONS:
         raise UnsupportedModel(f"{who}: activation {name!r} is none of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if ctx.triton:
+        from cardcage.plugins.blocks import _kernels
+
+        return lambda both: _kernels.gated(both, name)
+    act = ACTIVATIONS[name]
+
+    def run(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.split(size, 1)
+        return act(gate).mul_(up)
+
+    return run
 
 
 class GatedMlp:
@@ -53,9 +69,7 @@ class GatedMlp:
             parts = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
             self._gate_up = ctx.linear(parts, hidden, (size, size), bias)
         self._down = ctx.linear(f"{prefix}.down_proj", size, hidden, bias)
-        self._size = size
-        self._act = activation(act, prefix)
+        self._gated = gated(ctx, act, size, prefix)
 
     def __call__(self, x: torch.Tensor, inp: ModelInput) -> torch.Tensor:
-        gate, up = self._gate_up(x).split(self._size, 1)
-        return self._down(self._act(gate).mul_(up))
+        return self._down(self._gated(self._gate_up(x)))

@@ -6,9 +6,9 @@
 Three ways to run the experts, equal up to rounding:
   by_expert   tokens sorted by expert, one product per expert that has any. Reads the counts on
               the host, so not for graphs; the reference, and what hosts and packed experts use.
-  grouped     the same order, one grouped product for all experts, no host sync.
+  kernels     the same order, grouped products in Triton (`_moe_kernels`), no host sync.
   dense       every expert on every token, weighted by 0 where not chosen. No host sync, E/top_k
-              times the work: the fallback on devices where the grouped product would sync.
+              times the work: the fallback on devices without Triton.
 
 Source: Shazeer et al. 2017; Jiang et al. 2024 (Mixtral); Qwen3 technical report.
 """
@@ -18,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from cardcage.core.errors import UnsupportedModel
 from cardcage.core.model_desc import Node
 from cardcage.core.runtime.layers import BuildContext, Experts, ModelInput
 from cardcage.plugins.blocks._args import refuse_rest
-from cardcage.plugins.blocks._mlp import activation
+from cardcage.plugins.blocks._mlp import gated
 
 Act = Callable[[torch.Tensor], torch.Tensor]
 Runner = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Experts, Act], torch.Tensor]
@@ -42,11 +41,6 @@ def route(logits: torch.Tensor, top_k: int, renorm: bool) -> tuple[torch.Tensor,
     if renorm:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights
-
-
-def _gated(both: torch.Tensor, size: int, act: Act) -> torch.Tensor:
-    gate, up = both.split(size, 1)
-    return act(gate).mul_(up)
 
 
 def _combine(
@@ -71,26 +65,9 @@ def by_expert(
     for expert, count in enumerate(counts):
         if count:
             part = sorted_x.narrow(0, start, count)
-            hidden = _gated(bank.gate_up(expert, part), bank.intermediate_size, act)
+            hidden = act(bank.gate_up(expert, part))
             rows.narrow(0, start, count).copy_(bank.down(expert, hidden))
             start += count
-    return _combine(rows, order, weights, x.dtype)
-
-
-def grouped(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, act: Act
-) -> torch.Tensor:
-    """As `by_expert`, with one grouped product per matrix. Dense banks only."""
-    assert bank.w13 is not None
-    assert bank.w2 is not None
-    flat = ids.reshape(-1)
-    sorted_ids, order = torch.sort(flat, stable=True)
-    experts = torch.arange(bank.num_experts, device=x.device)
-    ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-    sorted_x = x.index_select(0, order // ids.shape[1])
-    both = F.grouped_mm(sorted_x, bank.w13.transpose(1, 2), offs=ends)
-    hidden = _gated(both, bank.intermediate_size, act)
-    rows = F.grouped_mm(hidden, bank.w2.transpose(1, 2), offs=ends)
     return _combine(rows, order, weights, x.dtype)
 
 
@@ -102,9 +79,23 @@ def dense(
     share.scatter_(1, ids, weights)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(bank.num_experts):
-        hidden = _gated(bank.gate_up(expert, x), bank.intermediate_size, act)
+        hidden = act(bank.gate_up(expert, x))
         out.addcmul_(bank.down(expert, hidden).to(torch.float32), share[:, expert, None])
     return out.to(x.dtype)
+
+
+def kernels(activation: str) -> Runner:
+    """As `by_expert`, in Triton kernels that fuse the activation. Dense banks only."""
+    from cardcage.plugins.blocks import _moe_kernels
+
+    def run(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, act: Act
+    ) -> torch.Tensor:
+        assert bank.w13 is not None
+        assert bank.w2 is not None
+        return _moe_kernels.experts(x, ids, weights, bank.w13, bank.w2, activation)
+
+    return run
 
 
 class SparseMoe:
@@ -114,7 +105,8 @@ class SparseMoe:
         args = dict(node.args)
         experts, self._top_k = args.pop("num_experts"), args.pop("top_k")
         size, self._renorm = args.pop("intermediate_size"), args.pop("renorm")
-        self._act = activation(args.pop("activation", "swiglu"), node.prefix)
+        self._activation = args.pop("activation", "swiglu")
+        self._act = gated(ctx, self._activation, size, node.prefix)
         refuse_rest("moe", args)
         if not 0 < self._top_k <= experts:
             raise UnsupportedModel(f"{node.prefix}: top_k {self._top_k} of {experts} experts")
@@ -127,21 +119,18 @@ class SparseMoe:
             intermediate_size=size,
         )
         self._on_host = ctx.facts.device_type == "cpu"
-        # The grouped product of torch runs without a host sync where the platform says so.
-        self._can_group = (
-            "grouped_mm" in ctx.facts.features
-            and ctx.dtype == torch.bfloat16
-            and hidden % 8 == 0
-            and size % 8 == 0
-        )
+        self._triton = ctx.triton
         self._run: Runner = by_expert
 
     def finish_loading(self) -> None:
         """Choose how to run, now that it is known whether the experts are dense."""
-        if self._bank.w13 is None or self._on_host:
+        bank = self._bank
+        if bank.w13 is None or bank.w2 is None or self._on_host:
             self._run = by_expert
+        elif self._triton:
+            self._run = kernels(self._activation)
         else:
-            self._run = grouped if self._can_group else dense
+            self._run = dense
 
     @property
     def graph_safe(self) -> bool:

@@ -22,9 +22,10 @@ class LayerNorm:
     def make(self, node: Node, ctx: Any) -> Any:
         """node.prefix.weight and .bias are [hidden]."""
         from cardcage.plugins.blocks._norms import LayerNorm as Norm
+        from cardcage.plugins.blocks._norms import NormBlock
 
         args = dict(node.args)
         eps, bias = args.pop("eps"), args.pop("bias", True)
         refuse_rest(self.name, args)
         norm = Norm(ctx, node.prefix, ctx.desc.hidden_size, eps, bias)
-        return lambda x, inp: norm(x)
+        return NormBlock(norm)

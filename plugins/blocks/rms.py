@@ -21,10 +21,10 @@ class Rms:
 
     def make(self, node: Node, ctx: Any) -> Any:
         """node.prefix.weight is the weight [hidden]."""
-        from cardcage.plugins.blocks._norms import RmsNorm
+        from cardcage.plugins.blocks._norms import NormBlock, RmsNorm
 
         args = dict(node.args)
         eps, variant = args.pop("eps"), args.pop("variant", "llama")
         refuse_rest(self.name, args)
         norm = RmsNorm(ctx, f"{node.prefix}.weight", ctx.desc.hidden_size, eps, variant)
-        return lambda x, inp: norm(x)
+        return NormBlock(norm)

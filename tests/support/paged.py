@@ -155,9 +155,10 @@ class PlainAttention:
         return torch.cat(rows)
 
 
-def facts(device_type: str = "cpu") -> DeviceFacts:
-    """Device facts for tests on the host."""
-    return DeviceFacts("test", device_type, (), 1 << 30, 1 << 30, 1, frozenset())
+def facts(device_type: str = "cpu", features: frozenset[str] = frozenset()) -> DeviceFacts:
+    """Device facts for tests. A device type other than the host's with the feature "triton" on
+    host tensors makes blocks use their kernels, which the interpreter then runs."""
+    return DeviceFacts("test", device_type, (), 1 << 30, 1 << 30, 1, features)
 
 
 def resolver(
@@ -198,15 +199,18 @@ class Host:
         attention: Callable[[AttentionNeed], Any] = PlainAttention,
         quantizer: Any = None,
         max_model_len: int | None = None,
+        device: str = "cpu",
+        device_facts: DeviceFacts | None = None,
     ) -> None:
+        self.device = torch.device(device)
         self.model: Model = build_model(
             desc,
-            device=torch.device("cpu"),
+            device=self.device,
             dtype=dtype,
             resolve=resolver(attention),
             quantizer=quantizer or PlainQuantizer(),
             block_size=block_size,
-            device_facts=facts(),
+            device_facts=device_facts or facts(),
             max_model_len=max_model_len,
         )
         load_weights(self.model, source)
@@ -216,7 +220,9 @@ class Host:
         self.pools = []
         self.free: list[list[int]] = []
         for group in self.model.kv_groups():
-            self.pools.append(torch.full((count * group.page_bytes,), 0xFF, dtype=torch.uint8))
+            self.pools.append(
+                torch.full((count * group.page_bytes,), 0xFF, dtype=torch.uint8, device=device)
+            )
             ids = list(range(1, count))
             random.Random(7).shuffle(ids)
             self.free.append(ids)
@@ -254,11 +260,14 @@ class Host:
                     table.append(self.free[g].pop())
         metas = [self._meta(g, work) for g in range(len(self.pools))]
         plans = [key.backend.plan(metas[key.group]) for key in self.model.attention_keys]
-        inp = ModelInput(torch.tensor(ids), torch.tensor(positions), plans)
-        logits = self.model.logits(self.model.forward(inp)).float()
+        inp = ModelInput(self._put(ids), self._put(positions), plans)
+        logits = self.model.logits(self.model.forward(inp)).float().cpu()
         for name, _ in work:
             self._poison(name)
         return logits
+
+    def _put(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _meta(self, group: int, work: Sequence[tuple[str, Sequence[int]]]) -> StepMeta:
         query = [len(tokens) for _, tokens in work]
@@ -279,10 +288,10 @@ class Host:
             num_decodes=0,
             max_query_len=max(query),
             max_seq_len=max(lengths),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.tensor(slots),
+            query_start_loc=self._put(starts, torch.int32),
+            seq_lens=self._put(lengths, torch.int32),
+            block_table=table.to(self.device),
+            slot_mapping=self._put(slots),
             query_lens_host=query,
             seq_lens_host=lengths,
         )
