@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         if not flags:
             return ""
         word = flags[0].split("=")[0]
-        known = [name for name in self._option_string_actions if name.startswith("--")]
+        known = [name for parser in self._all() for name in parser._option_string_actions]
         close = get_close_matches(word, known, n=1, cutoff=0.6)
         if close:
             return f'; did you mean "{close[0]}"?'
@@ -73,6 +73,14 @@ class Parser(argparse.ArgumentParser):
 
             return nearest_flag(word)
         return ""
+
+    def _all(self) -> list[argparse.ArgumentParser]:
+        """This parser and those of its subcommands: argparse reports unknown flags up here."""
+        found: list[argparse.ArgumentParser] = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += action.choices.values()
+        return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

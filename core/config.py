@@ -331,7 +331,7 @@ def _flag(name: str) -> tuple[str | None, str | None]:
             booleans = any(isinstance(a, bool) for a in ONLY[flat].allowed)
             return bare, word if booleans else None
         path = known_name(bare) if flat else None
-        if path is not None:
+        if path is not None and (is_flag(plain_path(path)) or bare == name):
             return bare, word if is_flag(plain_path(path)) else None
     return None, None
 

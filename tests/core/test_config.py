@@ -448,6 +448,10 @@ def test_flags_with_fixed_meaning() -> None:
     assert "not supported yet" in error(cli=args.values)
 
 
+def test_no_before_a_table_is_not_ours() -> None:
+    assert take_config_args(["--no-hardware", "x"]).rest == ["--no-hardware", "x"]
+
+
 def test_a_flag_without_its_value() -> None:
     with pytest.raises(ConfigError, match="--seed needs a value"):
         take_config_args(["--seed", "--port", "1"])
