@@ -328,6 +328,7 @@ class Backend:
         k_cache, v_cache = cache
         k_desc, v_desc, k_rows, v_rows = k_cache, v_cache, 0, 0
         tma = c.tma and n.block_size % c.block_n == 0
+        tma = tma and _whole_rows(k_cache) and _whole_rows(v_cache)
         if tma:
             k_desc, k_rows = _descriptor(k_cache, c.block_n, self.block_d)
             v_desc, v_rows = _descriptor(v_cache, c.block_n, self.block_dv)
@@ -371,18 +372,15 @@ def _check_rows(name: str, x: torch.Tensor, num_heads: int, size: int) -> None:
         )
 
 
-def _descriptor(cache: torch.Tensor, block_n: int, block_d: int) -> tuple[TensorDescriptor, int]:
-    """The cache [N, K, S, D] as rows [N * stride / D, D] for the copy engine, and rows a block.
+def _whole_rows(cache: torch.Tensor) -> bool:
+    """Whether the cache [N, K, S, D] is rows of D with a block stride of whole rows."""
+    size, dim = cache.shape[2:]
+    return cache.stride(0) % dim == 0 and cache.stride()[1:] == (size * dim, dim, 1)
 
-    Raises:
-        ValueError: the block stride is not a whole number of rows.
-    """
+
+def _descriptor(cache: torch.Tensor, block_n: int, block_d: int) -> tuple[TensorDescriptor, int]:
+    """The cache as rows [N * stride / D, D] for the copy engine, and rows from block to block."""
     num_blocks, num_heads, size, dim = cache.shape
-    stride = cache.stride(0)
-    if stride % dim or cache.stride()[1:] != (size * dim, dim, 1):
-        raise ValueError(
-            f"attention: tma needs a block stride that is a multiple of the row size {dim}, got "
-            f"strides {tuple(cache.stride())}; set tma=False for this layout"
-        )
-    rows = (num_blocks - 1) * (stride // dim) + num_heads * size
-    return TensorDescriptor(cache, [rows, dim], [dim, 1], [block_n, block_d]), stride // dim
+    step = cache.stride(0) // dim
+    rows = (num_blocks - 1) * step + num_heads * size
+    return TensorDescriptor(cache, [rows, dim], [dim, 1], [block_n, block_d]), step

@@ -18,7 +18,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     """block_m packed rows (query tokens * group) by block_n keys; tma: copy-engine tile loads
-    for tiles inside one cache block (block_n must divide the block size, else plain loads)."""
+    for tiles inside one cache block (where block_n divides the block size and blocks lie whole
+    rows apart; plain loads elsewhere)."""
 
     block_m: int
     block_n: int

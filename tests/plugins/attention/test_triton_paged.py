@@ -77,12 +77,14 @@ class TestTritonPaged(AttentionSuite):
         h = Harness(tiny(need, prefill=PrefillConfig(16, 16, 4, 1, tma=True)), need, "cpu")
         h.check(h.step([(0, 50), (1, 20)]))
 
-    def test_a_layout_without_whole_rows_refuses_the_copy_engine(self) -> None:
-        from cardcage.plugins.attention.triton_paged.launcher import _descriptor
+    def test_copy_engine_config_on_a_layout_without_whole_rows(self) -> None:
+        from cardcage.plugins.attention.triton_paged.launcher import _whole_rows
+        from cardcage.plugins.attention.triton_paged.tuned import PrefillConfig
 
-        cache = torch.zeros(10_000).as_strided((4, 2, 16, 48), (2000, 768, 48, 1))
-        with pytest.raises(ValueError, match="tma=False"):
-            _descriptor(cache, 16, 64)
+        need = self.need(num_heads=2, num_kv_heads=1, head_size=48, value_size=16)
+        h = Harness(tiny(need, prefill=PrefillConfig(16, 16, 4, 1, tma=True)), need, "cpu")
+        assert not _whole_rows(h.cache[0])
+        h.check(h.step([(0, 50), (1, 20)]))
 
     def test_wrong_shapes_are_refused(self) -> None:
         h = self.harness()
