@@ -79,6 +79,13 @@ class Attention(Choice):
         default=(), description="other plugins for named layers; the first match wins"
     )
 
+    @field_validator("rules")
+    @classmethod
+    def _no_rules_yet(cls, value: tuple[AttentionRule, ...]) -> tuple[AttentionRule, ...]:
+        if value:
+            raise ValueError("choosing by layer is not supported yet; remove the rules")
+        return value
+
 
 class LinearTable(Choice):
     """The kernels behind matrix products."""

@@ -224,6 +224,18 @@ class Registry:
         keys = [exact, candidate.id] + ([candidate.name] if candidate.builtin else [])
         return next((table[k] for k in keys if k in table), None)
 
+    def table_warnings(self, table: Mapping[str, Any]) -> list[str]:
+        """Keys of the config's `plugin` table that no installed plugin answers to."""
+        known: set[str] = set()
+        for c in self._candidates:
+            known |= {c.id, f"{c.dist}/{c.kind}:{c.name}", *([c.name] if c.builtin else [])}
+        return [
+            f'plugin."{key}": no such plugin is installed{did_you_mean(key, sorted(known))} '
+            "Its options are not used"
+            for key in table
+            if key not in known
+        ]
+
     def summary_line(self) -> str:
         """One line for the start-up log: how many plugins, which third-party, which broken."""
         ours = sum(c.builtin for c in self._candidates)

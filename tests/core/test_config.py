@@ -117,6 +117,7 @@ def test_sizes(text: Any, value: Any) -> None:
         ("plugins.mode", "some"),
         ("attention.use", ""),
         ("attention.prefer", ["auto", "x"]),
+        ("attention.rules", [{"layers": "re:.*", "use": "torch_reference"}]),  # not yet
         ("kv.tiers", [{"use": "cpu", "module_path": "x"}]),
         ("kv.tiers", [{}]),
         ("kv.tiers", {"use": "cpu"}),

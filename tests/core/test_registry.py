@@ -655,6 +655,15 @@ def test_options_for_takes_the_most_exact_key(site: Any) -> None:
     assert found.options_for(cpu, {"cpu": {"b": 1}}) == {"b": 1}
 
 
+def test_options_of_plugins_that_are_not_installed_are_warned_about(site: Any) -> None:
+    site.plugin("acme", "parsers", "p", "ParserCaps()")
+    found = registry(site)
+    table = {"acme/p": {}, "acme/parsers:p": {}, "cpu": {}, "acme/pp": {}}
+    warnings = found.table_warnings(table)
+    assert len(warnings) == 1
+    assert 'did you mean "acme/p"' in warnings[0]
+
+
 def test_building_without_a_winner_is_refused(site: Any) -> None:
     found = registry(site)
     with pytest.raises(SelectionError):
