@@ -230,8 +230,8 @@ class Registry:
         for c in self._candidates:
             known |= {c.id, f"{c.dist}/{c.kind}:{c.name}", *([c.name] if c.builtin else [])}
         return [
-            f'plugin."{key}": no such plugin is installed{did_you_mean(key, sorted(known))} '
-            "Its options are not used"
+            f'plugin."{key}": its options are not used, no such plugin is installed'
+            f"{did_you_mean(key, sorted(known))}"
             for key in table
             if key not in known
         ]
