@@ -8,6 +8,7 @@ while the caller plans the next.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -156,7 +157,9 @@ class InProcessExecutor:
             self._thread = None
         if self._loaded is not None:
             self._loaded.close()
-            self._loaded = None
+            self._loaded = self._last = None
+            # The pool is most of the device: a cycle anywhere above must not keep it.
+            gc.collect()
             if self._hardware.device_type != "cpu":
                 self._hardware.synchronize()
                 torch.accelerator.empty_cache()
