@@ -10,11 +10,16 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+Result = TypeVar("Result")
 
 TARGET, ACCEPT, DRAFT, ROUTE = range(4)
 
@@ -127,48 +132,75 @@ def draw(
         int64 [n]. A row without a finite entry gets some id: the caller must check for that.
     """
     if z.device.type == "cpu" and z.shape[1] > _SMALL:
-        return _draw_host(z, seeds, positions, domain, sub)
+        rows = list(z.numpy())
+        ids = draw_rows(rows, [-np.inf] * len(rows), seeds.numpy(), positions.numpy(), domain, sub)
+        return torch.from_numpy(ids)
     noise = gumbel(words(seeds, positions, z.shape[1], domain, sub))
     return first_argmax(z + noise)
 
 
-def _draw_host(
-    z: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, domain: int, sub: int
-) -> torch.Tensor:
-    """`draw` for host memory: only tokens that can still win get noise. Same ids as the dense way.
+def draw_rows(
+    rows: Sequence[NDArray[np.float32]],
+    lows: Sequence[float],
+    seeds: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    domain: int = TARGET,
+    sub: int = 0,
+) -> NDArray[np.int64]:
+    """`draw` for host memory, among the entries of row i that are at least lows[i].
 
-    The noise is bounded, so no token more than GUMBEL_MAX below the best one's score can win.
+    Only tokens that can still win get noise: it is bounded, so no token more than GUMBEL_MAX
+    below the score of the likeliest one can. The ids are those of the dense way.
     """
-    n, vocab = z.shape
-    rows = z.numpy()
-    seed, pos = seeds.numpy(), positions.numpy()
-    top = rows.argmax(axis=1)
-    best = rows[np.arange(n), top]
-    score = best + gumbel(torch.from_numpy(words_at(seed, pos, top, domain, sub))).numpy()
+    tops = np.array([row.argmax() for row in rows])
+    best = np.array([row[top] for row, top in zip(rows, tops)], np.float32)
+    score = best + gumbel(torch.from_numpy(words_at(seeds, positions, tops, domain, sub))).numpy()
     # 1e-3 covers the rounding of the subtraction for any logit below 2**13.
-    bound = score - np.float32(GUMBEL_MAX + 1e-3)
-    out = top.astype(np.int64)
-    few_rows: list[NDArray[np.int64]] = []
-    few_ids: list[NDArray[np.int64]] = []
-    for i in range(n):
+    bounds = np.maximum(score - np.float32(GUMBEL_MAX + 1e-3), np.asarray(lows, np.float32))
+    out = tops.astype(np.int64)
+    few: list[tuple[int, NDArray[np.int64]]] = []
+    many: list[int] = []
+    for i, row in enumerate(rows):
         if not np.isfinite(best[i]):
             continue
-        ids = np.flatnonzero(rows[i] >= bound[i])
-        if len(ids) * _SPARSE < vocab:
-            few_rows.append(np.full(len(ids), i))
-            few_ids.append(ids)
-            continue
-        noise = _dense_row(vocab, int(seed[i]), int(pos[i]), domain, sub)
+        ids = np.flatnonzero(row >= bounds[i])
+        if len(ids) * _SPARSE < len(row):
+            few.append((i, ids))
+        else:
+            many.append(i)
+
+    def dense(i: int) -> int:
+        noise = _dense_row(len(rows[i]), int(seeds[i]), int(positions[i]), domain, sub)
         noise += rows[i]
-        out[i] = np.argmax(noise)
-    if few_ids:
-        row, ids = np.concatenate(few_rows), np.concatenate(few_ids)
-        word = words_at(seed[row], pos[row], ids, domain, sub)
-        scores = rows[row, ids] + gumbel(torch.from_numpy(word)).numpy()
-        start = np.flatnonzero(np.diff(row, prepend=-1))
-        for first, last in zip(start, np.append(start[1:], len(row))):
-            out[row[first]] = ids[first + np.argmax(scores[first:last])]
-    return torch.from_numpy(out)
+        if lows[i] > -np.inf:
+            noise[rows[i] < lows[i]] = -np.inf
+        return int(noise.argmax())
+
+    out[many] = on_threads(dense, many)
+    if few:
+        row = np.concatenate([np.full(len(ids), i) for i, ids in few])
+        ids = np.concatenate([ids for _, ids in few])
+        word = words_at(seeds[row], positions[row], ids, domain, sub)
+        scores = gumbel(torch.from_numpy(word)).numpy()
+        scores += np.concatenate([rows[i][ids] for i, ids in few])
+        at = 0
+        for i, ids in few:
+            out[i] = ids[scores[at : at + len(ids)].argmax()]
+            at += len(ids)
+    return out
+
+
+@cache
+def _threads(num: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num, thread_name_prefix="cardcage-sample")
+
+
+def on_threads(work: Callable[[int], Result], items: Sequence[int]) -> list[Result]:
+    """work(i) of each item, on as many threads as torch uses: numpy's loops release the lock."""
+    num = min(torch.get_num_threads(), len(items))
+    if num < 2:
+        return [work(item) for item in items]
+    return list(_threads(torch.get_num_threads()).map(work, items))
 
 
 def _dense_row(vocab: int, seed: int, position: int, domain: int, sub: int) -> NDArray[np.float32]:

@@ -23,8 +23,8 @@ from cardcage.core.contracts import SampleRows
 from cardcage.core.runtime import batch as tables
 from cardcage.core.runtime.batch import BatchState, Feature, Int64, Layout, spread
 from cardcage.core.runtime.logprobs import LogprobRows, score
-from cardcage.core.runtime.rng import draw, first_argmax
-from cardcage.core.runtime.truncate import thresholds
+from cardcage.core.runtime.rng import draw, draw_rows, first_argmax, on_threads
+from cardcage.core.runtime.truncate import row_threshold, thresholds
 
 # Features of a request that edit its logits one by one: everything between 3 and 9.
 EDITS = (
@@ -262,18 +262,21 @@ class Sampler:
         """
         union = plan.union
         z = logits
-        if union & (EDITS | SHAPING):
+        by_row = self._by_row(plan, logits)
+        if union & EDITS or (union & SHAPING and not by_row):
             z = logits.to(torch.float32, copy=True)
         elif union & Feature.RANDOM:
             z = logits.to(torch.float32)
         for _, feature, stage in self._stages:
-            if union & feature:
+            if union & feature and not (by_row and feature & SHAPING):
                 z = stage(z, plan, dev)
         tokens = first_argmax(z)
         best = z.gather(1, tokens[:, None])[:, 0]
         status = torch.where(torch.isfinite(best), FINE, NOT_A_NUMBER)
         status = torch.where(torch.isneginf(best), NOTHING_LEFT, status).to(torch.int32)
-        if union & Feature.RANDOM:
+        if by_row:
+            self._shape_and_draw(z, tokens, plan)
+        elif union & Feature.RANDOM:
             tokens = self._draw(z, tokens, plan, dev)
         sampled = Sampled(tokens, status)
         if len(plan.logprob_rows):
@@ -295,6 +298,35 @@ class Sampler:
         if plan.from_table:
             return torch.where(self._float(tables.TEMPERATURE, slot) > 0.0, drawn, greedy)
         return drawn
+
+    def _by_row(self, plan: SamplePlan, logits: torch.Tensor) -> bool:
+        """Whether stages 10 to 13 run row by row in host memory, without masking whole rows."""
+        late = any(getattr(p, "order", 9) >= 10 for p in self.plugins)
+        shown = self.processed and len(plan.logprob_rows) > 0
+        host = logits.device.type == "cpu" and not plan.from_table
+        return bool(plan.union & Feature.RANDOM) and host and not late and not shown
+
+    def _shape_and_draw(self, z: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> None:
+        """Stages 10 to 13 of the random rows, writing into `tokens`: z float32 [N, V] is kept."""
+        rows, table = z.numpy(), self.batch.params.numpy()
+        random = plan.uploads.get("random", np.arange(plan.num))
+        words = table[plan.slots[random]]
+        floats, seeds = words.view(np.float32), words.view(np.int64)[:, tables.SEED // 2]
+
+        def shape(i: int) -> tuple[NDArray[np.float32], float]:
+            row, low = rows[random[i]], -np.inf
+            if floats[i, tables.TEMPERATURE] != 1.0:
+                row = row / floats[i, tables.TEMPERATURE]
+            if floats[i, tables.MIN_P] > 0.0:
+                low = float(row.max() + np.log(floats[i, tables.MIN_P]))
+            k, p = int(words[i, tables.TOP_K]), float(floats[i, tables.TOP_P])
+            return row, row_threshold(row, k, p, low)
+
+        shaped = on_threads(shape, range(len(random)))
+        drawn = draw_rows(
+            [row for row, _ in shaped], [low for _, low in shaped], seeds, plan.positions[random]
+        )
+        tokens.numpy()[random] = drawn
 
     def _float(self, column: int, slot: torch.Tensor) -> torch.Tensor:
         return self.batch.params.view(torch.float32)[:, column][slot]
@@ -341,6 +373,11 @@ class Sampler:
         repetition = self._float(tables.REPETITION, slot)[:, None]
         frequency = self._float(tables.FREQUENCY, slot)[:, None]
         presence = self._float(tables.PRESENCE, slot)[:, None]
+        if z.device.type == "cpu":
+            for i, row in enumerate(rows.tolist()):
+                params = (float(t[i, 0]) for t in (repetition, frequency, presence))
+                _penalize_row(z[row].numpy(), counts[i].numpy(), *params)
+            return z
         x = z[rows]
         punished = torch.where(x > 0, x / repetition, x * repetition)
         x = torch.where(counts > 0, punished, x)
@@ -397,3 +434,18 @@ class Sampler:
         slot = dev["slot"]
         top_k, top_p = self._int(tables.TOP_K, slot), self._float(tables.TOP_P, slot)
         return z.masked_fill_(z < thresholds(z, top_k, top_p)[:, None], -torch.inf)
+
+
+def _penalize_row(
+    z: NDArray[np.float32],
+    counts: NDArray[np.int32],
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> None:
+    """`Sampler._penalties` of one row in host memory, in place: only ids that occurred."""
+    ids = np.flatnonzero(counts)
+    x, output = z[ids], counts[ids] & (tables.IN_PROMPT - 1)
+    x = np.where(x > 0, x / np.float32(repetition), x * np.float32(repetition))
+    cost = np.float32(frequency) * output.astype(np.float32)
+    z[ids] = np.where(output > 0, x - cost - np.float32(presence), x)

@@ -2,18 +2,21 @@
 
 The kept set is exactly `z >= threshold`. top-k: the k-th largest value. top-p, among what top-k
 left: the largest value t such that the entries >= t hold at least p of the mass. Masses are
-integers (2**40 for the largest entry), so their sums are exact in any order and a row's
-threshold cannot depend on its batch-mates. Hosts sort a few candidates; other devices bisect
-on the bits of float32, which needs no host sync and no second buffer of the row's length.
+whole numbers (2**36 for the largest entry) summed in float64, so that sums are exact in any
+order and a row's threshold cannot depend on its batch-mates. Hosts sort a few candidates; other
+devices bisect on the bits of float32, which needs no host sync.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_SCALE = 2.0**40
-# On a host, top-p looks first at the entries this far (natural log) below the largest.
+# Sums below 2**53 are exact: 131,072 entries as likely as the largest. Beyond that all addends
+# that matter are equal, and multiples of 2**36 stay exact.
+_SCALE = 2.0**36
+# On a host, look first at the entries this far (natural log) below the largest.
 _NEAR = (4.0, 9.0, np.inf)
 
 
@@ -29,23 +32,17 @@ def thresholds(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tor
         float32 [n]; -inf where nothing is dropped.
     """
     if z.device.type == "cpu":
-        return _host(z, top_k, top_p)
+        rows = zip(z.numpy(), top_k.tolist(), top_p.tolist())
+        return torch.tensor([row_threshold(row, k, p) for row, k, p in rows])
     return bisect(z, top_k, top_p)
 
 
-def masses(z: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    """Integer mass of each entry: int64 [n, V], round(exp(z - peak) * 2**40).
+def masses(z: torch.Tensor, peak: torch.Tensor | float) -> torch.Tensor:
+    """Mass of each entry, float32 of z's shape: round(exp(z - peak) * 2**36).
 
-    Args:
-        peak: float32 [n], the largest entry of each row; rows without a finite one get zeros.
+    `peak` is finite and broadcasts against z: the largest entry of a row.
     """
-    peak = torch.where(torch.isfinite(peak), peak, 0.0)
-    return (z - peak[:, None]).exp_().mul_(_SCALE).round_().to(torch.int64)
-
-
-def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The mass that must be kept: int64, ceil(p * total) in float64."""
-    return (total.to(torch.float64) * top_p.to(torch.float64)).ceil().to(torch.int64)
+    return (z - peak).exp_().mul_(_SCALE).round_()
 
 
 def bisect(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -56,8 +53,10 @@ def bisect(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.T
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).to(torch.int64)
     kth = _largest(keys, None, limit)
-    kept = masses(z, z.amax(dim=-1)).masked_fill_(keys < kth[:, None], 0)
-    need = _needed(kept.sum(dim=-1), top_p)
+    peak = z.amax(dim=-1)
+    peak = torch.where(torch.isfinite(peak), peak, 0.0)
+    kept = masses(z, peak[:, None]).masked_fill_(keys < kth[:, None], 0)
+    need = (kept.sum(dim=-1, dtype=torch.float64) * top_p.to(torch.float64)).ceil()
     key = _largest(keys, kept, need)
     key = torch.where((top_p < 1.0) & (need > 0), key, kth)
     value = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)
@@ -66,64 +65,53 @@ def bisect(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.T
 
 def _largest(keys: torch.Tensor, mass: torch.Tensor | None, need: torch.Tensor) -> torch.Tensor:
     """The largest int32 key t with mass(keys >= t) >= need; mass None counts entries."""
-    found = torch.zeros_like(need)
+    found = torch.zeros_like(need, dtype=torch.int64)
     for bit in range(31, -1, -1):
         tried = found | (1 << bit)
         above = keys >= (tried - 2**31).to(torch.int32)[:, None]
-        held = above.sum(dim=-1) if mass is None else (mass * above).sum(dim=-1)
+        if mass is None:
+            held = above.sum(dim=-1)
+        else:
+            held = (mass * above).sum(dim=-1, dtype=torch.float64)
         found = torch.where(held >= need, tried, found)
     return (found - 2**31).to(torch.int32)
 
 
-def _host(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    vocab = z.shape[1]
-    out = np.full(z.shape[0], -np.inf, np.float32)
-    ks = [k if 0 < k < vocab else 0 for k in top_k.tolist()]
-    ranked = [i for i, k in enumerate(ks) if k]
-    best: dict[int, torch.Tensor] = {}
-    if ranked:
-        lists = torch.topk(z if len(ranked) == len(ks) else z[ranked], max(ks), dim=-1).values
-        best = {i: lists[j, : ks[i]] for j, i in enumerate(ranked)}
-        out[ranked] = [float(values[-1]) for values in best.values()]
-    for i, p in enumerate(top_p.tolist()):
-        if p < 1.0:
-            out[i] = _top_p_row(z[i], best.get(i), p)
-    return torch.from_numpy(out)
+def row_threshold(row: NDArray[np.float32], k: int, p: float, low: float = -np.inf) -> float:
+    """The threshold of one row in host memory, among its entries that are at least `low`.
 
-
-def _top_p_row(row: torch.Tensor, best: torch.Tensor | None, p: float) -> float:
-    """top-p of one row on a host: sort the near candidates, all of them only if needed.
-
-    `best` are the top-k values in descending order, None without top-k.
+    Args:
+        row: float32 [V]; not changed.
+        k: 0 or >= V keeps all.
+        p: >= 1 keeps all.
     """
-    values = row.numpy()
-    if best is not None:
-        # Usually nothing ties with the k-th value, and the sorted list is all that is left.
-        kth = float(best[-1])
-        if np.count_nonzero(values >= kth) == len(best):
-            return _cut(best, best[:1], p, _mass(best, best[:1]))
-        row = torch.from_numpy(values[values >= kth])
-    peak = row.amax().view(1)
-    if not torch.isfinite(peak):
-        return -np.inf
-    total = _mass(row, peak)
-    values = row.numpy()
+    peak = row.max()
+    if not np.isfinite(peak):
+        return low
+    if 0 < k < len(row):
+        near = _reach(row, low, peak, k)
+        if len(near) >= k:
+            low = max(low, float(np.partition(near, len(near) - k)[len(near) - k]))
+    if p >= 1.0:
+        return low
+    left = row if low == -np.inf else row[row >= low]
+    mass = masses(torch.from_numpy(left), float(peak))
+    need = np.ceil(float(mass.sum(dtype=torch.float64)) * p)
     for reach in _NEAR:
-        near = torch.from_numpy(values[values >= float(peak) - reach])
-        if _mass(near, peak) >= _need(total, p):
+        near = left if reach == np.inf else left[left >= peak - np.float32(reach)]
+        ranked = torch.sort(torch.from_numpy(near), descending=True).values
+        held = masses(ranked, float(peak)).cumsum(0, dtype=torch.float64).numpy()
+        if held[-1] >= need:
             break
-    return _cut(torch.sort(near, descending=True).values, peak, p, total)
+    return float(ranked[int(np.searchsorted(held, need))])
 
 
-def _mass(values: torch.Tensor, peak: torch.Tensor) -> int:
-    return int(masses(values[None], peak).sum())
-
-
-def _need(total: int, p: float) -> int:
-    return int(np.ceil(float(total) * p))
-
-
-def _cut(ranked: torch.Tensor, peak: torch.Tensor, p: float, total: int) -> float:
-    """The value in a descending list at which the mass reaches p of the total."""
-    held = masses(ranked[None], peak)[0].numpy().cumsum()
-    return float(ranked[min(int(np.searchsorted(held, _need(total, p))), len(ranked) - 1)])
+def _reach(row: NDArray[np.float32], low: float, peak: np.float32, k: int) -> NDArray[np.float32]:
+    """Entries >= low that include the k largest of them, if there are so many."""
+    for reach in _NEAR:
+        bound = max(low, float(peak - np.float32(reach)))
+        above = row >= np.float32(bound)
+        if bound == low or np.count_nonzero(above) >= k:
+            break
+    near: NDArray[np.float32] = row[above]
+    return near

@@ -87,8 +87,9 @@ class Bench:
         return self.sampler(logits, self.plan, self.dev)
 
     def shaped(self, logits: torch.Tensor) -> np.ndarray:
-        """The logits that the draw sees, float32 [N, V]."""
+        """The logits that the draw sees, float32 [N, V], where rows are masked as a whole."""
         seen: list[torch.Tensor] = []
+        self.sampler._by_row = lambda *_: False
         draw = self.sampler._draw
         self.sampler._draw = lambda z, *rest: seen.append(z.clone()) or draw(z, *rest)
         self.sample(logits)
@@ -199,6 +200,18 @@ def test_a_row_of_a_mixed_batch_equals_the_row_alone() -> None:
     index = np.concatenate([np.arange(firsts[i], firsts[i] + counts[i]) for i in order])
     moved = Bench([rows[i] for i in order], slots).sample(z[index]).tokens.tolist()
     assert moved == [token for i in order for token in alone[i]]
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 9.0])
+def test_row_by_row_equals_masking_whole_rows(scale: float) -> None:
+    rows = mixed_rows()
+    z = noise(sum(1 + len(r.drafts) for r in rows), 12, scale)
+    by_row, masked = Bench(rows), Bench(rows)
+    assert by_row.sampler._by_row(by_row.plan, z)
+    masked.sampler._by_row = lambda *_: False
+    first, second = by_row.sample(z), masked.sample(z)
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first.status.tolist() == second.status.tolist()
 
 
 def test_draw_is_the_plain_reference_draw() -> None:
