@@ -43,3 +43,10 @@ def test_absent_and_null_softcaps() -> None:
     )
     assert off.layers[0].branches[0].op.args["softcap"] == 0.0
     assert off.head.softcap == 0.0
+
+
+def test_older_configs_name_no_layer_types() -> None:
+    config = Gemma2Config(**SIZES).to_dict()
+    assert config.pop("layer_types") == ["sliding_attention", "full_attention"] * 2
+    windows = [layer.branches[0].op.args["window"] for layer in Gemma2().describe(config).layers]
+    assert windows == [8, 0, 8, 0]

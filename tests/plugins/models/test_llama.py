@@ -85,3 +85,17 @@ def test_older_config_spelling() -> None:
     assert new.ropes["rope"].theta == 500000.0
     off = Llama().describe(config(rope_scaling=None, rope_theta=1e4, residual_multiplier=1.0))
     assert off.ropes["rope"].scaling == {}
+
+
+def test_older_smollm3_configs_name_no_layer_types() -> None:
+    sizes = base(num_hidden_layers=5, pad_token_id=0, sliding_window=8, use_sliding_window=True)
+    config = SmolLM3Config(**sizes).to_dict()
+    config["architectures"] = ["SmolLM3ForCausalLM"]
+    described = Llama().describe(config)
+    del config["layer_types"]
+    del config["no_rope_layers"]
+    assert Llama().describe(config) == described
+    layers = [layer.branches[0].op.args for layer in described.layers]
+    assert [(a["window"], a["rope"] is None) for a in layers] == [
+        (0, False), (0, False), (0, False), (8, True), (0, False)
+    ]  # fmt: skip
