@@ -198,6 +198,8 @@ class BatchState:
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.slots: list[Slot | None] = [None] * num_slots
         self.features = np.zeros(rows, np.int32)
+        # True for slots whose request can run: taken, and nothing wrong with it.
+        self.sound = np.zeros(rows, np.bool_)
         self._arena = Arena(len(self.arena))
         self._free_penalty_rows: list[int] = []
         self._penalty_rows = 0
@@ -207,6 +209,7 @@ class BatchState:
         """Forget every slot."""
         self.slots = [None] * self.num_slots
         self.features[:] = 0
+        self.sound[:] = False
         self._arena = Arena(len(self.arena))
         self._free_penalty_rows = list(range(self._penalty_rows))
         neutral = torch.from_numpy(param_words(SamplingParams(temperature=0.0), 0, 0, -1))
@@ -255,6 +258,7 @@ class BatchState:
             self._free_penalty_rows.append(slot.penalty_row)
         self.slots[index] = None
         self.features[index] = 0
+        self.sound[index] = False
 
     def _admit(
         self,
@@ -273,6 +277,7 @@ class BatchState:
             )
         slot = self.slots[index] = Slot(admit.request_id, params, admit.prompt_len)
         slot.error = self._problem(ids, admit)
+        self.sound[index] = slot.error is None
         if slot.error is not None:
             # Its rows still run (the plan counts on them) on harmless ids and no parameters.
             ids = np.zeros_like(ids)

@@ -223,22 +223,22 @@ class ModelRunner:
 
     def _prepare_rows(self, prepared: Prepared) -> None:
         """Errors, and what log-probabilities each row of the plan wants."""
-        layout, features = prepared.layout, self.batch.features[prepared.layout.slots]
-        wanted = Feature.LOGPROBS | Feature.PROMPT_LOGPROBS
-        for row, index in enumerate(layout.slots):
-            slot = self.batch.slots[index] if index < self.batch.num_slots else None
+        layout, batch = prepared.layout, self.batch
+        bits = batch.features[layout.slots] & (Feature.LOGPROBS | Feature.PROMPT_LOGPROBS)
+        for row in np.flatnonzero((bits != 0) | ~batch.sound[layout.slots]).tolist():
+            index = int(layout.slots[row])
+            slot = batch.slots[index] if index < batch.num_slots else None
             if slot is None:
                 prepared.errors[row] = f"slot {index} holds no request"
-                continue
-            if slot.error is not None:
+            elif slot.error is not None:
                 prepared.errors[row] = slot.error
-            elif features[row] & wanted:
-                if features[row] & Feature.LOGPROBS:
-                    prepared.logprob_top[row] = self.sampler.top_of(int(index))
+            else:
+                if bits[row] & Feature.LOGPROBS:
+                    prepared.logprob_top[row] = self.sampler.top_of(index)
                 top = slot.params.prompt_logprobs
                 known = min(layout.seq_lens[row], slot.prompt_len - 1) - int(layout.starts[row])
                 if top is not None and known > 0:
-                    top = self.batch.vocab_size if top < 0 else min(top, self.batch.vocab_size)
+                    top = batch.vocab_size if top < 0 else min(top, batch.vocab_size)
                     first = int(layout.query_start[row])
                     prepared.prompts.append(PromptRows(row, first, known, top))
 

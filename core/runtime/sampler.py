@@ -126,6 +126,7 @@ class Sampler:
             return
         for plugin, wants in zip(self.plugins, self._wants):
             slot.error = slot.error or plugin.validate(slot.params)
+            self.batch.sound[index] = slot.error is None
             if slot.error is None and plugin.admit(index, slot.params, prompt_ids):
                 wants.add(index)
                 self.batch.features[index] |= Feature.PLUGIN
