@@ -507,7 +507,12 @@ class LoaderNeed(Need):
 
 
 class WeightSource(Protocol):
-    """Checkpoint tensors by Hugging Face name."""
+    """Checkpoint tensors by Hugging Face name.
+
+    A source that makes its tensors up (random weights) may have a method
+    `expect(shapes: Mapping[str, tuple[int, ...]], device, dtype)`: it is called with everything
+    the model needs before `index`, and `read` may then return tensors on that device.
+    """
 
     def index(self) -> Mapping[str, TensorMeta]:
         """Cheap; reads headers only. Raises CheckpointError for truncated or corrupt files."""

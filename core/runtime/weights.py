@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -205,6 +205,27 @@ def make_plan(model: Model, index: Mapping[str, TensorMeta]) -> list[PlanItem]:
     return items
 
 
+class _Wishes(Mapping[str, TensorMeta]):
+    """Stands for the index of a checkpoint that will hold whatever is asked for, unpacked."""
+
+    def __getitem__(self, name: str) -> TensorMeta:
+        if not name.endswith((".weight", ".bias")):
+            raise KeyError(name)
+        return TensorMeta(shape=(), dtype="float32", nbytes=0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def wished_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model needs from an unpacked checkpoint."""
+    items = make_plan(model, _Wishes())
+    return {n: tuple(s) for i in items if not i.optional for n, s in i.shapes.items()}
+
+
 def load_weights(model: Model, source: WeightSource, progress: Progress | None = None) -> None:
     """Fill a built model from a checkpoint: plan, check, then read.
 
@@ -217,6 +238,9 @@ def load_weights(model: Model, source: WeightSource, progress: Progress | None =
     Raises:
         CheckpointError: the checkpoint does not match the model; nothing was read then.
     """
+    expect = getattr(source, "expect", None)
+    if expect is not None:  # a source that makes weights up has no index of its own
+        expect(wished_shapes(model), model.device, model.dtype)
     stored = source.index()
     names, index = rename(stored, model.desc.aliases)
     plans = [weight.plan(index, model.quantizer) for weight in model.weights]

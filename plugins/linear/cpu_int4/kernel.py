@@ -127,12 +127,17 @@ def _pack(codes: Tensor) -> Tensor:
 
 def _nibbles(qs: Tensor) -> Tensor:
     """uint8 [n, b] -> [n, 2 b]: low nibbles, then high ones; eight bytes at a time."""
-    words = qs.contiguous().view(torch.int64)
+    words = qs.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.cat((words & _NIBBLES, (words >> 4) & _NIBBLES), dim=1).view(torch.uint8)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    return (
+        blocks[:, at : at + 2]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.float16)
+        .float()
+    )
 
 
 def _split_q4_0(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
