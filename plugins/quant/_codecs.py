@@ -116,7 +116,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 def words_to_stream(words: Tensor) -> Tensor:
     """int32 [R, W] -> the same bits as uint8 [R, 4 W] (words are little-endian)."""
-    return words.contiguous().view(torch.uint8)
+    # flat first: a row of one word may have any stride, which a view of bytes refuses
+    return words.reshape(-1).view(torch.uint8).view(words.shape[0], -1)
 
 
 # ---- decoding -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ element at a time. Nothing here shares code with the plugins under test.
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,15 @@ def e4m3(byte: int) -> float:
 
 
 E4M3 = np.array([e4m3(b) for b in range(256)])
+_MAGNITUDES = [e4m3(b) for b in range(127)]  # ascending
 
 
 def nearest_e4m3(x: float) -> int:
     """The byte nearest to x, ties to the even mantissa, saturating."""
     magnitude = min(abs(x), 448.0)
-    best = min(range(127), key=lambda b: (abs(E4M3[b] - magnitude), b & 1))
+    high = min(bisect.bisect_left(_MAGNITUDES, magnitude), 126)
+    near = (max(high - 1, 0), high)
+    best = min(near, key=lambda b: (abs(_MAGNITUDES[b] - magnitude), b & 1))
     return best | (0x80 if np.signbit(x) else 0)
 
 
@@ -93,8 +97,9 @@ def affine(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, group_of: Any
     return out
 
 
-def gptq_tensors(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: int,
-                 v1: bool = True) -> dict[str, np.ndarray]:
+def gptq_tensors(
+    codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: int, v1: bool = True
+) -> dict[str, np.ndarray]:
     """codes [N, K], zero and scale [N, G] -> qweight, qzeros, scales."""
     stored = (zero - 1) % (1 << bits) if v1 else zero
     return {
@@ -104,8 +109,7 @@ def gptq_tensors(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: i
     }
 
 
-def read_gptq(tensors: dict[str, np.ndarray], bits: int, group: int, v1: bool = True
-              ) -> np.ndarray:
+def read_gptq(tensors: dict[str, np.ndarray], bits: int, group: int, v1: bool = True) -> np.ndarray:
     n = tensors["qweight"].shape[1]
     k = tensors["qweight"].shape[0] * 32 // bits
     codes = unpack_rows(np.ascontiguousarray(tensors["qweight"].T), bits, k)
@@ -113,8 +117,12 @@ def read_gptq(tensors: dict[str, np.ndarray], bits: int, group: int, v1: bool = 
     if v1:
         zero = (zero + 1) % (1 << bits)
     g_idx = tensors.get("g_idx")
-    return affine(codes, zero, tensors["scales"].T.astype(F32),
-                  lambda j: j // group if g_idx is None else int(g_idx[j]))
+    return affine(
+        codes,
+        zero,
+        tensors["scales"].T.astype(F32),
+        lambda j: j // group if g_idx is None else int(g_idx[j]),
+    )
 
 
 AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
@@ -144,8 +152,9 @@ def awq_unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return out
 
 
-def awq_tensors(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: int
-                ) -> dict[str, np.ndarray]:
+def awq_tensors(
+    codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: int
+) -> dict[str, np.ndarray]:
     return {
         "qweight": awq_pack(np.ascontiguousarray(codes.T), bits),
         "qzeros": awq_pack(np.ascontiguousarray(zero.T), bits),
@@ -158,8 +167,9 @@ def read_awq(tensors: dict[str, np.ndarray], bits: int, group: int) -> np.ndarra
     return affine(codes, zero, tensors["scales"].T.astype(F32), lambda j: j // group)
 
 
-def ct_tensors(codes: np.ndarray, zero: np.ndarray | None, scale: np.ndarray, bits: int
-               ) -> dict[str, np.ndarray]:
+def ct_tensors(
+    codes: np.ndarray, zero: np.ndarray | None, scale: np.ndarray, bits: int
+) -> dict[str, np.ndarray]:
     """Unsigned codes [N, K] (value + 2^(bits - 1)) -> the tensors of pack-quantized."""
     out = {
         "weight_packed": pack_rows(codes, bits),
@@ -222,24 +232,33 @@ def context(config: dict[str, Any] | None, **extras: Any) -> PluginContext:
     )  # fmt: skip
 
 
-def build(declaration: type[Any], config: dict[str, Any] | None, need: str = "none",
-          **options: Any) -> Any:
+def build(
+    declaration: type[Any], config: dict[str, Any] | None, need: str = "none", **options: Any
+) -> Any:
     """A quantizer from its declaration, options checked as the registry does."""
     plugin = declaration()
     given = plugin.options(**options) if hasattr(plugin, "options") else None
     return plugin.build(QuantNeed(methods=need), context(config), given)
 
 
-def record(quantizer: Any, tensors: dict[str, torch.Tensor], name: str, n: int, k: int,
-           layer: str = "linear", bias: bool = False) -> Any:
+def record(
+    quantizer: Any,
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    n: int,
+    k: int,
+    layer: str = "linear",
+    bias: bool = False,
+) -> Any:
     """The record of a layer, read through `slots` as the weight reader does."""
     desc, index = LinearDesc(name, layer, n, k, bias), index_of(tensors)
     slots = quantizer.slots(desc, index)
     return quantizer.record(desc, {s: tensors[s] for s in slots}, index, torch.float32)
 
 
-def random_groups(seed: int, n: int, k: int, bits: int, group: int, dtype: Any = np.float16
-                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_groups(
+    seed: int, n: int, k: int, bits: int, group: int, dtype: Any = np.float16
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes [N, K], zeros and scales [N, G] with every code word present and one zero scale."""
     rng = np.random.default_rng(seed)
     groups = -(-k // group)

@@ -55,6 +55,16 @@ class Loaded:
             self.graphs.close()
 
 
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a model's config says about its quantization, wherever it says it; None for nothing."""
+    for holder in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if holder.get(key):
+                found: Mapping[str, Any] = holder[key]
+                return found
+    return None
+
+
 def load_model(
     ctx: PluginContext, source: ModelSource, depth: int, progress: Progress | None
 ) -> Loaded:
@@ -71,7 +81,9 @@ def load_model(
     )
     max_len = choose_context(config["max_model_len"], desc)
     quantizer = resolve(
-        "quant", QuantNeed(methods=source.quant_method, device_type=hardware.device_type)
+        "quant",
+        QuantNeed(methods=source.quant_method, device_type=hardware.device_type),
+        quantization_config=quantization_config(source.config),
     )
     model = build_model(
         desc,

@@ -104,7 +104,9 @@ class Int8Kernel:
         slices = scale.shape[1]
         unit = 8 if self.pad else 1
         padded = F.pad(weight, (0, slices * width - k)).view(n, slices, width).transpose(0, 1)
-        padded = F.pad(padded, (0, -width % unit, 0, -n % unit)).contiguous()
+        # torch 2.13 leaves the host's product of one column unwritten (2 cores, 2026-12)
+        columns = max(-width % unit, 2 - width)
+        padded = F.pad(padded, (0, columns, 0, -n % unit)).contiguous()
         handle = Handle(padded, scale.t().contiguous(), n, width)
         if self.scheme.act.endswith("asym"):
             handle.sums = weight.sum(dim=1, dtype=torch.int32)

@@ -46,7 +46,7 @@ _ARG_HARMLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dty
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """pack-quantized weights: `bits` 4 or 8, `group` 0 for a scale per row or tensor."""
+    """pack-quantized weights: `bits` 2, 3, 4 or 8, `group` 0 for a scale per row or tensor."""
 
     bits: int
     group: int
@@ -185,7 +185,7 @@ def _packed(weights: Mapping[str, Any], kind: str, place: str) -> Packed:
         group = _size(weights.get("group_size"), f"{place}.group_size")
     order = choice(weights, "actorder", (None, "weight", "static", "group"), place=place)
     return Packed(
-        bits=choice(weights, "num_bits", (4, 8), place=place),
+        bits=choice(weights, "num_bits", (2, 3, 4, 8), place=place),
         group=group,
         symmetric=choice(weights, "symmetric", (True, False), True, place),
         act_order=order == "group",
