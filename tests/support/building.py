@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from cardcage.core.contracts import Quantizer, TensorMeta
 from cardcage.core.model_desc import HeadSpec, ModelDesc, Node, RopeSpec
 from cardcage.core.runtime.layers import BuildContext, ModelInput
 from cardcage.core.runtime.model import Model, load_weights
+from cardcage.core.runtime.weights import Weight
 from tests.support.paged import BLOCK_SIZE, DictSource, PlainQuantizer, facts, resolver
 
 
@@ -66,9 +67,14 @@ class RandomSource(DictSource):
 
 def shapes_of(ctx: BuildContext) -> dict[str, tuple[int, ...]]:
     """The names and shapes that the weights of a context want, by their own plan."""
+    return wanted_by(ctx.weights)
+
+
+def wanted_by(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that some weights want."""
     wanted: dict[str, tuple[int, ...]] = {}
     index = _Anything()
-    for weight in ctx.weights:
+    for weight in weights:
         for item in weight.plan(index, PlainQuantizer()):
             wanted.update(item.shapes)
     return wanted

@@ -122,8 +122,8 @@ def test_components_that_cannot_join_run_apart(mix: str) -> None:
     ctx, _ = halves_context()
     fused = ctx.linear(("a", "b"), 16, (4, 6), bias=True)
     b = torch.randn(6, 16) if mix == "encodings" else codes(6, 16)
-    source = DictSource({"a.weight": codes(4, 16), "b.weight": b, "a.bias": torch.randn(4),
-                         "b.bias": torch.randn(6), "embed.weight": torch.randn(11, 16)})  # fmt: skip
+    tensors = {"a.weight": codes(4, 16), "b.weight": b, "embed.weight": torch.randn(11, 16)}
+    source = DictSource({**tensors, "a.bias": torch.randn(4), "b.bias": torch.randn(6)})
     other = ("b", "embed") if mix == "encodings" else ("embed",)
     load(ctx, source, HalvesQuantizer(other, per_tensor=mix == "per-tensor"))
     assert len(fused.encodings) == 2
@@ -255,6 +255,6 @@ def test_build_mistakes_are_named() -> None:
     ctx.linear("a", 4, 4)
     with pytest.raises(CheckpointError, match="'a'"):
         ctx.linear("a", 4, 4)
-    with pytest.raises(UnsupportedModel, match="'local'.*rope"):
+    with pytest.raises(UnsupportedModel, match=r"'local'.*rope"):
         ctx.rope("local")
     assert ctx.rope("rope") is ctx.rope("rope")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_groups_and_offsets_cover_the_page() -> None:
     for index, group in enumerate(groups):
         ordered = sorted(spans[index])
         assert ordered == spans[index]  # layer-major
-        for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False):
+        for (_, end), (start, _) in pairwise(ordered):
             assert 0 <= start - end < 64
         assert ordered[-1][1] <= group.page_bytes < ordered[-1][1] + 64
 
