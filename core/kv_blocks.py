@@ -12,53 +12,17 @@ block pool (free queue order, hash map) and of slab allocators (size classes, pa
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from struct import pack
+from itertools import pairwise
 
 from cardcage.core.errors import ResourceError
 from cardcage.core.types import KVGroupSpec
 
-# One byte per field of a hashed record: no two records of different meaning are equal.
-_ROOT, _SEED, _OWNER, _BLOCK, _PARENT, _TOKENS = (bytes([tag]) for tag in range(1, 7))
 _MIN_FRAMES = 16  # fewer frames than this leave nothing to trade between size classes
 _U32 = 2**32
-
-
-def _field(tag: bytes, data: bytes) -> bytes:
-    return tag + pack("<I", len(data)) + data
-
-
-def root_key(root_seed: bytes, request_key: bytes) -> bytes:
-    """The parent of a prefix's first block: model revision and KV format, then the tenant's key."""
-    return sha256(_ROOT + _field(_SEED, root_seed) + _field(_OWNER, request_key)).digest()
-
-
-def extend_keys(
-    keys: list[bytes], root: bytes, tokens: Sequence[int], num_tokens: int, unit: int
-) -> None:
-    """Append the keys of the full units of `tokens[:num_tokens]` that `keys` lacks, in place.
-
-    Key i covers tokens [0, (i + 1) * unit): SHA-256 over its parent and its own tokens as
-    little-endian u32, each with a tag and a u32 length. Nothing is hashed twice.
-    """
-    done, total = len(keys), num_tokens // unit
-    if done >= total:
-        return
-    packed = array("I", tokens[done * unit : total * unit])
-    if sys.byteorder == "big":
-        packed.byteswap()
-    raw, size = packed.tobytes(), 4 * unit
-    head = _BLOCK + _PARENT + pack("<I", 32)
-    middle = _TOKENS + pack("<I", size)
-    parent = keys[-1] if keys else root
-    for at in range(0, len(raw), size):
-        parent = sha256(head + parent + middle + raw[at : at + size]).digest()
-        keys.append(parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +64,8 @@ def plan_frames(pool_bytes: int, page_sizes: Sequence[int]) -> FrameLayout:
         frames = (pool_bytes - base) // frame
         exact = frame == common
         pages = tuple(
-            frame // p - (0 if exact or frame % p == 0 and base % p == 0 else 1) for p in page_sizes
+            frame // p - (0 if exact or (frame % p == 0 and base % p == 0) else 1)
+            for p in page_sizes
         )
         if frames < len(page_sizes) or min(pages) < 1:
             continue
@@ -450,7 +415,8 @@ class BlockPool:
         for cls in self.classes:
             blank, lru = set(cls.blank), set(cls.lru)
             held = {i for i, ref in enumerate(cls.ref) if ref}
-            assert not (blank & lru or blank & held or lru & held), "a page is in two states"
+            states = len(blank) + len(lru) + len(held)
+            assert states == len(blank | lru | held), "a page is in two states"
             assert 0 not in blank | lru | held, "the null block was handed out"
             assert lru == set(cls.key_of) - held, "lru is not the set of free cached pages"
             used_bytes += len(held) * cls.page_bytes
@@ -463,7 +429,7 @@ class BlockPool:
                 assert idle == set(cls.idle), "idle frames are not those without a page in use"
         assert used_bytes == self._used_bytes, "used bytes drifted"
         spans.sort()
-        for (start, size), (following, _) in zip(spans, spans[1:]):
+        for (start, size), (following, _) in pairwise(spans):
             assert start + size <= following, "two blocks overlap in bytes"
         for group, table in enumerate(self._cached):
             for key, block_id in table.items():

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from cardcage.core.contracts import KVKind
 from cardcage.core.errors import ConfigError, ResourceError
-from cardcage.core.kv_blocks import BlockPool, extend_keys, root_key
+from cardcage.core.kv_blocks import BlockPool
+from cardcage.core.prefix_keys import extend_keys, root_key
 from cardcage.core.request_state import RequestState
 from cardcage.core.scheduler_config import SchedulerConfig
 from cardcage.core.types import KVCapacity

@@ -20,7 +20,6 @@ from cardcage.core.types import (
     TokenOutput,
 )
 
-
 # One row of a finished step that still belonged to its request: (request, row of the plan, the
 # tokens that the request kept). A plain tuple: there is one per running request and step.
 Committed = tuple[RequestState, int, list[int]]

@@ -15,19 +15,18 @@ Source: spec/scheduler.md 5-7, 17; studied: vLLM's V1 scheduler and its public b
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cardcage.core.contracts import KVKind
-from cardcage.core.errors import AdmissionError, ContextTooLong, InvalidRequest
+from cardcage.core.errors import ContextTooLong, InvalidRequest
 from cardcage.core.kv_manager import KVManager
 from cardcage.core.outputs import Committed, append_tokens, collect_prompt_logprobs, stop_tokens
+from cardcage.core.request_queue import BY_KEY, RequestQueue
 from cardcage.core.request_state import RequestState
 from cardcage.core.scheduler_config import Constraint, Pause, SchedulerConfig
 from cardcage.core.step_draft import Ints, PlanDraft, PrefillRow, SlotTable, StepRecord
@@ -42,7 +41,6 @@ from cardcage.core.types import (
 )
 
 __all__ = ["Constraint", "Pause", "Scheduler", "SchedulerConfig"]
-_BY_KEY = attrgetter("key")
 
 
 class Scheduler:
@@ -75,9 +73,9 @@ class Scheduler:
         self.kv = KVManager(config, capacity, kinds, self.max_model_len)
         self.pause = Pause.NONE
         self.states: dict[str, RequestState] = {}
-        self.waiting: list[RequestState] = []  # sorted by key
+        self.queue = RequestQueue(config)
+        self.waiting, self.parked = self.queue.waiting, self.queue.parked
         self.running: list[RequestState] = []  # sorted by key
-        self.parked: dict[str, RequestState] = {}
         self.outstanding: deque[StepRecord] = deque()
         self.table = SlotTable(capacity.max_slots)
         self._clock = clock
@@ -86,9 +84,7 @@ class Scheduler:
         self._free_slots = list(range(capacity.max_slots - 1, -1, -1))
         self._releases: list[int] = []
         self._ended: list[RequestState] = []
-        self._deadlines: list[tuple[float, int, str, bool]] = []
-        self._arrivals = self._epochs = self._parkings = self._steps = 0
-        self._queued_tokens = 0
+        self._arrivals = self._epochs = self._steps = 0
         self._order: Ints | None = None
 
     # ---- arrival, parking, the end --------------------------------------------------------------
@@ -104,7 +100,7 @@ class Scheduler:
         if request.request_id in self.states:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         max_len = self._length_limit(request)
-        self._check_queue(len(request.prompt_token_ids))
+        self.queue.check_room(len(request.prompt_token_ids))
         rank = request.priority if self.config.policy == "priority" else 0
         state = RequestState(
             request=request,
@@ -115,7 +111,7 @@ class Scheduler:
         )
         self._arrivals += 1
         self.states[request.request_id] = state
-        self._enqueue(state)
+        self.queue.push(state)
         return state
 
     def _length_limit(self, request: Request) -> int:
@@ -150,20 +146,6 @@ class Scheduler:
             )
         return fits
 
-    def _check_queue(self, prompt_len: int) -> None:
-        queued, config = len(self.waiting) + len(self.parked), self.config
-        if config.max_num_queued_reqs and queued >= config.max_num_queued_reqs:
-            raise AdmissionError(
-                f"{queued} requests are queued and the limit (max_num_queued_reqs) is "
-                f"{config.max_num_queued_reqs}; try again later"
-            )
-        limit = config.max_num_queued_tokens
-        if limit and queued and self._queued_tokens + prompt_len > limit:
-            raise AdmissionError(
-                f"{self._queued_tokens} prompt tokens are queued and the limit "
-                f"(max_num_queued_tokens) is {limit}; try again later"
-            )
-
     def park(
         self, request_id: str, reason: str, deadline_s: float, on_deadline: str = "fail"
     ) -> None:
@@ -179,36 +161,24 @@ class Scheduler:
         if state is None:
             return
         self._remove(state)
-        self._parkings += 1
-        state.status, state.park_reason = RequestStatus.PARKED, reason
-        state.park_ticket = self._parkings
-        self.parked[request_id] = state
-        self._queued_tokens += state.prompt_len
-        entry = (deadline_s, state.park_ticket, request_id, on_deadline == "fail")
-        heapq.heappush(self._deadlines, entry)
+        self.queue.park(state, reason, deadline_s, fails=on_deadline == "fail")
 
     def wake(self, request_id: str) -> bool:
         """The event that a parked request waited for has come. False if it was not parked."""
         state = self.parked.get(request_id)
         if state is None:
             return False
-        self._remove(state)
-        self._enqueue(state)
+        self.queue.remove(state)
+        self.queue.push(state)
         return True
 
     def next_deadline_s(self) -> float | None:
         """When the next parked request runs out of time, engine clock; None without any."""
-        while self._deadlines:
-            deadline, ticket, request_id, _ = self._deadlines[0]
-            state = self.parked.get(request_id)
-            if state is not None and state.park_ticket == ticket:
-                return deadline
-            heapq.heappop(self._deadlines)
-        return None
+        return self.queue.next_deadline_s()
 
     def _wake_due(self, now: float) -> None:
-        while (deadline := self.next_deadline_s()) is not None and deadline <= now:
-            _, _, request_id, fails = heapq.heappop(self._deadlines)
+        while (due := self.queue.pop_due(now)) is not None:
+            request_id, fails = due
             if fails:
                 reason = self.parked[request_id].park_reason
                 self.fail(request_id, f"{reason}: not done before its deadline")
@@ -243,23 +213,12 @@ class Scheduler:
         finished = self._stats.finished
         finished[reason.value] = finished.get(reason.value, 0) + 1
 
-    def _enqueue(self, state: RequestState) -> None:
-        started = state.num_cached is not None
-        state.status = RequestStatus.PREEMPTED if started else RequestStatus.WAITING
-        state.park_reason, state.blocked_at, state.bypassed_since_s = None, -1, None
-        insort(self.waiting, state, key=_BY_KEY)
-        self._queued_tokens += state.prompt_len
-
     def _remove(self, state: RequestState) -> None:
         """Take a live request out of the place it is in, giving back what it holds."""
         if state.status is RequestStatus.RUNNING:
             self._vacate(state)
-            return
-        self._queued_tokens -= state.prompt_len
-        if state.status is RequestStatus.PARKED:
-            del self.parked[state.request_id]
         else:
-            del self.waiting[bisect_left(self.waiting, state.key, key=_BY_KEY)]
+            self.queue.remove(state)
 
     def _vacate(self, state: RequestState) -> None:
         """Give back blocks and slot. Rows in flight are orphaned by the epoch; devices execute
@@ -268,7 +227,7 @@ class Scheduler:
             self.kv.cache_full(state, int(self.table.confirmed[state.slot]))
         self.kv.give_back(state)
         self.kv.num_releases += 1
-        del self.running[bisect_left(self.running, state.key, key=_BY_KEY)]
+        del self.running[bisect_left(self.running, state.key, key=BY_KEY)]
         self._tenants[state.slot] = None
         self.table.epoch[state.slot] = 0
         self._releases.append(state.slot)
@@ -416,7 +375,7 @@ class Scheduler:
         state.num_preemptions += 1
         self._stats.preemptions += 1
         self._vacate(state)
-        self._enqueue(state)
+        self.queue.push(state)
 
     def _restart_alone(self, draft: PlanDraft, state: RequestState) -> None:
         """The only request that runs fits an empty pool but not this one: its blocks lie scattered
@@ -491,7 +450,7 @@ class Scheduler:
         table.sampled[slot], table.scores[slot] = False, state.scores_only
         state.slot, state.status = slot, RequestStatus.RUNNING
         self._tenants[slot], self._order = state, None
-        insort(self.running, state, key=_BY_KEY)
+        insort(self.running, state, key=BY_KEY)
         if state.num_cached is None:
             state.num_cached, state.queued_s = hit, now - state.request.arrival_s
             stats.prompt_tokens += state.prompt_len

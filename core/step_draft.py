@@ -21,11 +21,15 @@ Ints = NDArray[np.int64]
 class SlotTable:
     """What changes at every step, one entry per slot. int64 [S] unless noted.
 
-    confirmed: tokens whose KV is computed, by results received. known: tokens on the host.
-    last: tokens that are ever computed. limit: tokens at which the request ends. covered: tokens
-    that the held blocks have room for. next_full: confirmed count at which complete blocks are
-    worth caching. epoch: the tenancy, unlike any other one; 0 = vacant. sampled (bool): a row of this tenancy has been planned to sample. scores
-    (bool): the tenant samples nothing.
+    confirmed: tokens whose KV is computed, by results received.
+    known: tokens on the host.
+    last: tokens that are ever computed.
+    limit: tokens at which the request ends.
+    covered: tokens that the held blocks have room for.
+    next_full: confirmed count at which complete blocks are worth caching.
+    epoch: the tenancy, unlike any other one; 0 = vacant.
+    sampled (bool): a row of this tenancy has been planned to sample.
+    scores (bool): the tenant samples nothing.
     """
 
     def __init__(self, num_slots: int) -> None:

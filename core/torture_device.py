@@ -103,7 +103,7 @@ class FakeTicket:
         return self.outcome
 
 
-@dataclass(slots=True)
+@dataclass
 class FakeDevice:
     """An `Executor` without a model. `on_plan` sees every plan before it is applied.
 
