@@ -20,7 +20,8 @@ PACKAGES = (
     "safetensors", "jinja2", "msgspec", "pyzmq", "transformers",
 )  # fmt: skip
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-_SHOWN = ("CARDCAGE_", "CUDA_", "HIP_", "ROCR_", "ZE_", "OMP_", "TRITON_", "PYTORCH_", "NVIDIA_")
+_SHOWN = ("CARDCAGE_", "CUDA_", "HIP_", "ROCR_", "ZE_", "OMP_", "TRITON_", "PYTORCH_",
+          "NVIDIA_VISIBLE")  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:

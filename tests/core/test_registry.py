@@ -62,6 +62,17 @@ def test_bundled_plugins_come_from_pyproject(site: Any) -> None:
     assert all(c.builtin and c.usable for c in found.candidates())
 
 
+def test_bundled_plugins_of_an_installed_wheel_come_from_its_metadata(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cardcage.core.discovery.checkout_pyproject", lambda: None)
+    assert registry(site).candidates() == []
+    value = "cardcage.plugins.hardware.cpu:Cpu"
+    site.add("cardcage", {"hardware": {"cpu": value}}, version="7.0")
+    found = registry(site).candidates()
+    assert [(c.id, c.version, c.builtin) for c in found] == [("cardcage/cpu", "7.0", True)]
+
+
 def test_third_party_is_listed_with_version_and_place(site: Any) -> None:
     site.plugin("Acme_KV", "kv_tiers", "nvme", "KVTierCaps()", version="3.1")
     c = one(registry(site), "kv_tiers", "nvme")
