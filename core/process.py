@@ -47,6 +47,7 @@ _BOOT = (
 _EXIT_ENGINE_FAILED = 70
 _EXIT_PARENT_GONE = 75
 _TERMINATE_S = 5.0
+_LAST_WORDS_S = 0.2
 
 
 def require_packages() -> None:
@@ -193,6 +194,10 @@ class ProcessLink:
             loop.call_soon_threadsafe(self._exited, code)
 
     def _exited(self, code: int) -> None:
+        """The child ended; its last message, which may say why, gets a moment to arrive."""
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._bury, code)
+
+    def _bury(self, code: int) -> None:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         self._die(f"the engine process ended with {how}{hint}")
@@ -412,6 +417,7 @@ class _Child:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 1000)
             socket.connect(f"ipc://{folder}/{name}")
+        self._reading = False  # then the reader closes its socket
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.decode
         self._requests: Callable[[Any], list[Request]] = lambda data: msgspec.convert(
@@ -430,9 +436,20 @@ class _Child:
         self.send(b"ready", {"info": parts.info, "explain": parts.explain})
         reader = threading.Thread(target=self._read, args=(loop,), daemon=True)
         reader.start()
+        self._reading = True
         loop.run()
 
     def _read(self, loop: EngineLoop) -> None:
+        import zmq
+
+        try:
+            self._commands(loop)
+        except zmq.ContextTerminated:
+            pass  # the process ends
+        finally:
+            self._down.close(0)
+
+    def _commands(self, loop: EngineLoop) -> None:
         while True:
             kind, *rest = self._decode(self._down.recv())
             if kind == "add":
@@ -457,7 +474,8 @@ class _Child:
         return reply
 
     def close(self) -> None:
-        """Flush what was sent and close the sockets."""
-        self._up.close(1000)
-        with contextlib.suppress(Exception):
+        """Wait, briefly, until the parent has everything, and close the sockets."""
+        if not self._reading:
             self._down.close(0)
+        self._up.close(1000)
+        self._context.term()

@@ -586,7 +586,7 @@ def raw_post(server: LiveServer, body: dict[str, Any]) -> socket.socket:
 
 
 def test_two_hundred_cancelled_streams_leave_nothing() -> None:
-    with LiveServer(step_s=0.002, num_blocks=8, max_seqs=8) as live:
+    with LiveServer(step_s=0.001, num_blocks=16, max_seqs=16) as live:
         before = live.tasks()
         for start in range(0, 200, 20):
             connections = [
