@@ -4,7 +4,7 @@ Modes: `all` (default), `allow-listed`, `builtin-only`. Deny wins over allow. Pa
 `dist`, `dist/name` or `dist/kind:name`, with shell wildcards. The environment variable
 CARDCAGE_PLUGINS overrides mode and allow list: `none`, `all`, or a comma-separated list of
 distributions. A pin compares the SHA-256 of a distribution's RECORD and of the files it lists.
-This is not a sandbox: `.pth` files and build hooks of an installed package run anyway.
+It confines nothing: `.pth` files and build hooks of an installed package run anyway.
 """
 
 from __future__ import annotations

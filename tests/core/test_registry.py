@@ -172,9 +172,9 @@ def test_two_hundred_distributions_are_listed_quickly(tmp_path: Path, site: Any)
 
 
 def _timed(work: Any) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def test_listing_imports_no_plugin_and_nothing_heavy(site: Any) -> None:
