@@ -180,6 +180,14 @@ class Host:
             seen.setdefault(kind, []).append(decision.table())
         return {kind: sorted(set(tables)) for kind, tables in seen.items()}
 
+    def chosen(self) -> dict[str, list[str]]:
+        """Names of the plugins chosen so far, by kind."""
+        seen: dict[str, dict[str, None]] = {}
+        for (kind, _, _), decision in self._memo.items():
+            if decision.chosen is not None:
+                seen.setdefault(kind, {})[decision.chosen.name] = None
+        return {kind: list(names) for kind, names in sorted(seen.items())}
+
     def close(self) -> None:
         """Close what was built, newest first. Idempotent."""
         while self._built:
@@ -255,7 +263,11 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
         scheduler_config(host.config, source, capacity), capacity, kinds, time.monotonic
     )
     tokenizer = host.tokenizer(source)
-    explain = {"plugins": host.explain(), "executor": executor.explain()}
+    explain = {
+        "chosen": host.chosen(),
+        "plugins": host.explain(),
+        "executor": executor.explain(),
+    }
     return EngineParts(
         engine=Engine(scheduler, executor, time.monotonic),
         source=source,
