@@ -131,10 +131,10 @@ class PlainAttention:
             first = 0
             if n.window:
                 first = max(0, seq_len - query_len - n.window + 1)
-            keys = torch.arange(first, seq_len)
+            keys = torch.arange(first, seq_len, device=q.device)
             blocks = plan.block_table[r][keys // n.block_size].long()
             k, v = (c[blocks, :, keys % n.block_size].double() for c in cache)
-            queries = torch.arange(seq_len - query_len, seq_len)
+            queries = torch.arange(seq_len - query_len, seq_len, device=q.device)
             visible = keys[None, :] <= queries[:, None]
             if n.window:
                 visible &= keys[None, :] > queries[:, None] - n.window

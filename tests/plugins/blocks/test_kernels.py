@@ -102,7 +102,8 @@ def test_gated(dtype: torch.dtype, activation: str, tokens: int, size: int) -> N
     gate, up = both.chunk(2, -1)
     got, want = _kernels.gated(both, activation), ACTIVATIONS[activation](gate) * up
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 8e-3)
-    assert (got != want).float().mean() < (1.0 if dtype == torch.float32 else 0.15)
+    if dtype != torch.float32 and got.numel() > 100:
+        assert (got != want).float().mean() < 0.15
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,24 +136,39 @@ def test_experts(
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_expert_tiles_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only many tokens would get."""
+    x, w13, w2 = randn(70, 24), randn(2, 80, 24), randn(2, 24, 40)
+    scores, ids = randn(70, 2).softmax(-1).topk(1)
+    want = _moe_kernels.experts(x, ids, scores, w13, w2, "swiglu")
+    for cut in (_moe_kernels.Shape(64, 32, 16, 4), _moe_kernels.Shape(128, 16, 32, 8)):
+        monkeypatch.setattr(_moe_kernels, "shape", lambda *_, cut=cut: cut)
+        got = _moe_kernels.experts(x, ids, scores, w13, w2, "swiglu")
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_expert_tiles_grow_with_the_tokens() -> None:
+    rows = [_moe_kernels.shape(t * 8, 128, torch.bfloat16).rows for t in (1, 600, 8192)]
+    assert rows == [16, 64, 128]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
 def test_expert_tiles_cover_every_pair_once(rows: int) -> None:
     experts, top_k = 3, 2
-    tokens = (rows - 1) * experts // top_k + 5 if rows > 16 else 9
-    ids = torch.randint(0, experts - 1, (tokens, top_k), device=DEVICE)  # the last gets none
-    tiles = _moe_kernels.plan(ids, experts)
+    ids = torch.randint(0, experts - 1, (rows + 5, top_k), device=DEVICE)  # the last gets none
+    tiles = _moe_kernels.plan(ids, experts, rows)
     seen: list[int] = []
     ends, tile_ends = [0, *tiles.ends.tolist()], [0, *tiles.tile_ends.tolist()]
     for tile, expert in enumerate(tiles.tile_expert.tolist()):
         if expert == experts:
             continue
-        first = ends[expert] + (tile - tile_ends[expert]) * tiles.rows_per_tile
-        rows_here = range(first, min(first + tiles.rows_per_tile, ends[expert + 1]))
+        first = ends[expert] + (tile - tile_ends[expert]) * rows
+        rows_here = range(first, min(first + rows, ends[expert + 1]))
         assert len(rows_here) > 0
         pairs = tiles.order[first : first + len(rows_here)]
         assert (ids.reshape(-1)[pairs] == expert).all()
         seen += pairs.tolist()
-    assert sorted(seen) == list(range(tokens * top_k))
+    assert sorted(seen) == list(range(ids.numel()))
 
 
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "eps": 1e-5}

@@ -67,10 +67,10 @@ def test_ways_to_run_agree(dtype: torch.dtype, tokens: int) -> None:
     block, _ = make(Node("moe", "m", args()), ctx, std=0.5)
     x = torch.randn(tokens, HIDDEN).to(dtype)
     ids, weights = _moe.route(block._router(x), 2, True)
-    results = [
-        run(x, ids, weights, block._bank, block._act)
-        for run in (_moe.by_expert, _moe.kernels("swiglu"), _moe.dense)
-    ]
+    runs = [_moe.by_expert, _moe.dense]
+    if not torch.cuda.is_available():  # then the interpreter runs kernels on host tensors
+        runs.append(_moe.kernels("swiglu"))
+    results = [run(x, ids, weights, block._bank, block._act) for run in runs]
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     for other in results[1:]:
         assert other.dtype == dtype
