@@ -59,6 +59,15 @@ class Facts:
     suffix_ids: tuple[int, ...] = ()
 
 
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text is not valid Unicode: a lone surrogate at character {error.start}"
+        ) from error
+
+
 class FastTokenizer:
     """Implements the `Tokenizer` contract over the tokenizers library.
 
@@ -92,10 +101,9 @@ class FastTokenizer:
                 encoding = self._inner.encode(
                     text, add_special_tokens=add_special_tokens and by_library
                 )
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text is not valid Unicode: a lone surrogate at character {error.start}"
-            ) from error
+        except (UnicodeEncodeError, TypeError):  # which of them depends on the library's path
+            _refuse_surrogates(text)
+            raise
         ids: list[int] = encoding.ids
         if add_special_tokens and not by_library:
             return [*(self._facts.prefix_ids or ()), *ids, *self._facts.suffix_ids]

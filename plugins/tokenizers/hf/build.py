@@ -1,8 +1,10 @@
 """From tokenizer.json, tokenizer_config.json and chat_template.jinja to a tokenizer.
 
-tokenizer.json is followed as it is written, except that truncation and padding stored in it are
-switched off. Spaces before punctuation are never "cleaned up" after decoding, whatever
-tokenizer_config.json says: that cannot be done on a stream and loses text.
+tokenizer.json is followed as it is written (its post-processor says which special tokens are
+added, not `add_bos_token` of tokenizer_config.json: transformers 5 does the same), except that
+truncation and padding stored in it are switched off. Spaces before punctuation are never
+"cleaned up" after decoding, whatever tokenizer_config.json says: that cannot be done on a stream
+and loses text.
 
 Source: file formats as transformers writes and reads them.
 """
@@ -27,8 +29,7 @@ def build_tokenizer(folder: Path) -> FastTokenizer:
 
     Raises:
         UnsupportedModel: there is no tokenizer.json (only an older format, or nothing).
-        CheckpointError: a file is corrupt, or names a special token that is not in the
-            vocabulary.
+        CheckpointError: a file is corrupt.
     """
     inner = _library_object(folder)
     config = {
@@ -41,7 +42,6 @@ def build_tokenizer(folder: Path) -> FastTokenizer:
     added = inner.get_added_tokens_decoder()
     special_ids = {i for i, token in added.items() if token.special}
     special_ids |= {i for key, i in ids.items() if i is not None and key != "unk_token"}
-    around = _around(config, ids, special)
     return FastTokenizer(
         inner,
         Facts(
@@ -52,8 +52,6 @@ def build_tokenizer(folder: Path) -> FastTokenizer:
             special_ids=frozenset(special_ids),
             literal_ids=frozenset(added),
             special_tokens=special,
-            prefix_ids=None if around is None else around[0],
-            suffix_ids=() if around is None else around[1],
         ),
     )
 
@@ -94,24 +92,6 @@ def _text(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def _around(
-    config: Mapping[str, Any], ids: Mapping[str, int | None], special: Mapping[str, str]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Ids put before and after a text if the config says so itself; None leaves it to the file."""
-    flags = [config.get("add_bos_token"), config.get("add_eos_token")]
-    if not any(isinstance(flag, bool) for flag in flags):
-        return None
-    found: list[tuple[int, ...]] = []
-    for flag, key in zip(flags, ("bos_token", "eos_token")):
-        token = ids.get(key)
-        if flag and key in special and token is None:
-            raise CheckpointError(
-                f"tokenizer_config.json adds {key} {special[key]!r}, which is not in tokenizer.json"
-            )
-        found.append((token,) if flag and token is not None else ())
-    return found[0], found[1]
 
 
 def _scheme(inner: tokenizers.Tokenizer) -> str:
