@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,6 +104,12 @@ def gumbel_(word: torch.Tensor) -> torch.Tensor:
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
+@cache
+def has_triton() -> bool:
+    """Whether the kernels of `sampling_kernels` can be imported."""
+    return find_spec("triton") is not None
+
+
 def first_argmax(z: torch.Tensor) -> torch.Tensor:
     """The lowest index of each row's largest entry: z [n, V] -> int64 [n]. NaN counts as largest.
 
@@ -135,6 +142,10 @@ def draw(
         rows = list(z.numpy())
         ids = draw_rows(rows, [-np.inf] * len(rows), seeds.numpy(), positions.numpy(), domain, sub)
         return torch.from_numpy(ids)
+    if z.device.type != "cpu" and has_triton():
+        from cardcage.core.runtime import sampling_kernels
+
+        return sampling_kernels.draw(z, seeds, positions, domain, sub)
     noise = gumbel(words(seeds, positions, z.shape[1], domain, sub))
     return first_argmax(z + noise)
 

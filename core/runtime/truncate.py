@@ -4,7 +4,7 @@ The kept set is exactly `z >= threshold`. top-k: the k-th largest value. top-p, 
 left: the largest value t such that the entries >= t hold at least p of the mass. Masses are
 whole numbers (2**36 for the largest entry) summed in float64, so that sums are exact in any
 order and a row's threshold cannot depend on its batch-mates. Hosts sort a few candidates; other
-devices bisect on the bits of float32, which needs no host sync.
+devices search over the bits of float32 (one Triton kernel, or `bisect`) without a host sync.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from cardcage.core.runtime.rng import has_triton
 
 # Sums below 2**53 are exact: 131,072 entries as likely as the largest. Beyond that all addends
 # that matter are equal, and multiples of 2**36 stay exact.
@@ -34,6 +36,10 @@ def thresholds(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tor
     if z.device.type == "cpu":
         rows = zip(z.numpy(), top_k.tolist(), top_p.tolist())
         return torch.tensor([row_threshold(row, k, p) for row, k, p in rows])
+    if has_triton():
+        from cardcage.core.runtime import sampling_kernels
+
+        return sampling_kernels.thresholds(z, top_k, top_p)
     return bisect(z, top_k, top_p)
 
 
