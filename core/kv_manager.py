@@ -20,6 +20,8 @@ from cardcage.core.request_state import RequestState
 from cardcage.core.scheduler_config import SchedulerConfig
 from cardcage.core.types import KVCapacity
 
+# A request's list grew: (request, group, first new logical block, new ids).
+Growth = tuple[RequestState, int, int, list[int]]
 _CACHE_EVERY = 4  # units between two calls of cache_full for a decoding request
 
 
@@ -79,31 +81,32 @@ class KVManager:
 
     # ---- holding --------------------------------------------------------------------------------
 
-    def reserve(
-        self, state: RequestState, num_tokens: int, confirmed: int
-    ) -> list[tuple[int, int, list[int]]] | None:
-        """Cover tokens [0, num_tokens) in every group; None, and no new blocks, if impossible.
+    def reserve(self, wants: Sequence[tuple[RequestState, int, int]]) -> list[Growth] | None:
+        """Cover tokens [0, num_tokens) in every group for all (state, num_tokens, confirmed).
 
-        Blocks that windows left behind go back first. They are known by the confirmed position
-        alone: rows in flight read relative to their own, later, positions.
-
-        Returns (group, first logical block, new ids) for groups that grew.
+        All or nothing: None means that no new block was taken. Blocks that windows left behind
+        go back first. They are known by the confirmed position alone: rows in flight read
+        relative to their own, later, positions.
         """
-        if self._windowed:
-            self._release_left_behind(state, confirmed)
-        needs = []
-        for kind, ids in zip(self.kinds, state.block_ids):
-            short = kind.num_blocks(num_tokens) - len(ids)
-            needs.append(short if short > 0 else 0)
+        needs = [0] * len(self.kinds)
+        short: list[tuple[RequestState, int, int]] = []
+        for state, num_tokens, confirmed in wants:
+            if self._windowed:
+                self._release_left_behind(state, confirmed)
+            for group, kind in enumerate(self.kinds):
+                missing = kind.num_blocks(num_tokens) - len(state.block_ids[group])
+                if missing > 0:
+                    needs[group] += missing
+                    short.append((state, group, missing))
         fresh = self.pool.allocate(needs)
         if fresh is None:
             return None
-        grown = []
-        for group, ids in enumerate(fresh):
-            if ids:
-                held = state.block_ids[group]
-                grown.append((group, len(held), ids))
-                held += ids
+        grown: list[Growth] = []
+        for state, group, missing in short:
+            ids, fresh[group] = fresh[group][:missing], fresh[group][missing:]
+            held = state.block_ids[group]
+            grown.append((state, group, len(held), ids))
+            held += ids
         return grown
 
     def covered(self, state: RequestState, num_tokens: int) -> int:

@@ -287,10 +287,15 @@ class Scheduler:
             self._fit_decodes(draft, draft.left // 2 if crowded else draft.left)
         ends = draft.starts[draft.slots] + draft.drafts + 1
         short = ends > self.table.covered[draft.slots]
+        wants: list[tuple[RequestState, int]] = []
         for slot, end in zip(draft.slots[short].tolist(), ends[short].tolist()):
             state = self._tenants[slot]
-            if state is not None:  # else preempted for a row before it
-                self._reserve_or_preempt(draft, state, end)
+            assert state is not None
+            wants.append((state, end))
+        if wants and not self._reserve(draft, wants):
+            for state, end in wants:
+                if state.slot >= 0:  # else preempted for a row before it
+                    self._reserve_or_preempt(draft, state, end)
 
     def _fit_decodes(self, draft: PlanDraft, left: int) -> None:
         """Add drafts to rows, `left` in all, and let constraints shorten or skip rows."""
@@ -332,7 +337,7 @@ class Scheduler:
                 return
             if row.num_tokens < row.wanted:
                 take = self._limit(row.state, row.start, min(row.wanted, row.num_tokens + left))
-                if take > row.num_tokens and self._reserve(draft, row.state, row.start + take):
+                if take > row.num_tokens and self._reserve(draft, [(row.state, row.start + take)]):
                     row.num_tokens = take
 
     def _issue(self, draft: PlanDraft) -> StepPlan | None:
@@ -348,18 +353,20 @@ class Scheduler:
 
     # ---- memory ---------------------------------------------------------------------------------
 
-    def _reserve(self, draft: PlanDraft, state: RequestState, num_tokens: int) -> bool:
-        grown = self.kv.reserve(state, num_tokens, int(self.table.confirmed[state.slot]))
+    def _reserve(self, draft: PlanDraft, wants: Sequence[tuple[RequestState, int]]) -> bool:
+        """Blocks for tokens [0, n) of each (request, n), all or nothing."""
+        confirmed, covered = self.table.confirmed, self.table.covered
+        grown = self.kv.reserve([(s, n, int(confirmed[s.slot])) for s, n in wants])
         if grown is None:
             return False
-        for group, first, ids in grown:
-            draft.appends.append((state, group, first, ids))
-        self.table.covered[state.slot] = self.kv.covered(state, num_tokens)
+        draft.appends += grown
+        for state, num_tokens in wants:
+            covered[state.slot] = self.kv.covered(state, num_tokens)
         return True
 
     def _reserve_or_preempt(self, draft: PlanDraft, state: RequestState, num_tokens: int) -> bool:
         """Reserve, taking memory from the last in policy order; False if that was the request."""
-        while not self._reserve(draft, state, num_tokens):
+        while not self._reserve(draft, [(state, num_tokens)]):
             if len(self.running) == 1:
                 self._restart_alone(draft, state)
                 return False
@@ -435,7 +442,7 @@ class Scheduler:
             return False
         self._remove(state)
         self._seat(state, hit, now)
-        reserved = self._reserve(draft, state, hit + take)
+        reserved = self._reserve(draft, [(state, hit + take)])
         assert reserved, "fits_whole said that there is room"
         draft.rows.append(PrefillRow(state, hit, take, num_known - hit, is_new=True))
         return True
@@ -499,21 +506,22 @@ class Scheduler:
     ) -> list[Committed]:
         """Append the sampled tokens to their requests, up to where each one ends."""
         committed: list[Committed] = []
-        ids, errors, tenants, total = result.token_ids, result.errors, self._tenants, 0
+        ids, errors, tenants = result.token_ids, result.errors, self._tenants
         plain = (counts == 1) & (self.table.known[slots] < self.table.limit[slots])
-        columns = (rows, slots, ids[rows, 0], counts, plain)
-        for row, slot, token, count, simple in zip(*(column.tolist() for column in columns)):
+        if errors:
+            plain &= ~np.isin(rows, list(errors))
+        total = int(plain.sum())
+        columns = (rows, slots, ids[rows, 0], plain)
+        for row, slot, token, simple in zip(*(column.tolist() for column in columns)):
             state = tenants[slot]
             assert state is not None
-            if errors and row in errors:
-                tokens = []
-            elif simple and token not in state.stops:
+            if simple and token not in state.stops:
                 state.tokens.append(token)  # the common case: one token and no end in sight
-                tokens = [token]
-            else:
-                tokens = ids[row, :count].tolist()
-                tokens = tokens[: append_tokens(state, tokens)]
-            total += len(tokens)
+                committed.append((state, row, [token]))
+                continue
+            tokens = [] if row in errors else ids[row, : result.counts[row]].tolist()
+            tokens = tokens[: append_tokens(state, tokens)]
+            total += len(tokens) - simple
             committed.append((state, row, tokens))
         self._stats.generation_tokens += total
         return committed

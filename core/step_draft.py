@@ -113,13 +113,11 @@ class PlanDraft:
         starts = _join(self.starts[self.slots], [row.start for row in rows])
         tokens = _join(self.drafts + 1, [row.num_tokens for row in rows])
         drafts = _join(self.drafts, [0] * len(rows))
-        samples = np.ones(len(slots), np.bool_)
-        samples[len(self.slots) :] = [row.num_tokens == row.wanted for row in rows]
-        samples &= ~table.scores[slots]
-        table.sampled[slots[samples]] = True
-        record = StepRecord(
-            step, slots, table.epoch[slots], starts, tokens, np.where(samples, drafts + 1, 0)
-        )
+        samples = ~table.scores[slots]
+        if rows:
+            samples[len(self.slots) :] &= [row.num_tokens == row.wanted for row in rows]
+        table.sampled[slots] |= samples
+        record = StepRecord(step, slots, table.epoch[slots], starts, tokens, (drafts + 1) * samples)
         new = {id(row.state) for row in rows if row.is_new}
         plan = StepPlan(
             step=step,
@@ -131,7 +129,7 @@ class PlanDraft:
             admits=[_admission(row) for row in rows if row.is_new],
             releases=releases,
             block_appends=[
-                (group, state.slot, first, list(ids))
+                (group, state.slot, first, ids)
                 for state, group, first, ids in self.appends
                 if id(state) not in new
             ],

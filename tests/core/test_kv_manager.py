@@ -49,7 +49,7 @@ def test_hit_is_the_longest_that_all_groups_have(
     kv = manager(groups)
     tokens = list(range(length))
     first = state_of(tokens, len(groups))
-    assert kv.reserve(first, length, 0) is not None
+    assert kv.reserve([(first, length, 0)]) is not None
     kv.cache_full(first, length)
     kv.give_back(first)
     cached = []
@@ -83,7 +83,7 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     kv = manager([FULL])
     first = state_of(range(8), 1)
     kv.take_hit(first)
-    kv.reserve(first, 8, 0)
+    kv.reserve([(first, 8, 0)])
     kv.cache_full(first, 8)
     assert kv.take_hit(state_of(range(8), 1)) == 4
     assert kv.take_hit(state_of(range(9), 1)) == 8
@@ -93,7 +93,7 @@ def test_tenants_and_scoring_requests_do_not_share() -> None:
     kv = manager([FULL])
     first = state_of(range(9), 1, b"one")
     kv.take_hit(first)
-    kv.reserve(first, 9, 0)
+    kv.reserve([(first, 9, 0)])
     kv.cache_full(first, 9)
     assert kv.take_hit(state_of(range(9), 1, b"two")) == 0
     scoring = state_of(range(9), 1, b"one")
@@ -105,7 +105,7 @@ def test_only_confirmed_kept_tokens_are_cached() -> None:
     kv = manager([FULL])
     state = state_of(range(6), 1)
     kv.take_hit(state)
-    kv.reserve(state, 12, 0)
+    kv.reserve([(state, 12, 0)])
     kv.cache_full(state, 12)  # 6 tokens are known: drafts beyond them do not count
     assert kv.pool.num_cached == 1
 
@@ -114,11 +114,11 @@ def test_windows_release_by_the_confirmed_position() -> None:
     window = KVGroupSpec("w", "window", 4, 64, {"window": 5})
     kv = manager([window])
     state = state_of(range(40), 1)
-    kv.reserve(state, 16, 0)
+    kv.reserve([(state, 16, 0)])
     held = list(state.block_ids[0])
-    kv.reserve(state, 20, 11)  # next query reads from 7 on
+    kv.reserve([(state, 20, 11)])  # next query reads from 7 on
     assert state.block_ids[0][:2] == [0, held[1]]
-    kv.reserve(state, 20, 12)
+    kv.reserve([(state, 20, 12)])
     assert state.block_ids[0][:3] == [0, 0, held[2]]
     kv.pool.check()
 
@@ -128,7 +128,7 @@ def test_reservation_is_all_or_nothing() -> None:
     large = KVGroupSpec("l", "full", 4, 96)
     kv = manager([small, large], 96 * 7)
     state = state_of(range(64), 2)
-    assert kv.reserve(state, 60, 0) is None
+    assert kv.reserve([(state, 60, 0)]) is None
     assert state.block_ids == [[], []]
     assert kv.pool.usage == 0.0
 
@@ -138,8 +138,8 @@ def test_longest_fit_counts_live_window_blocks_only() -> None:
     assert manager([FULL], 64 * 9).max_fit_len == 33  # the last token is never computed
     # in flight 2 * 16 tokens and 2 past ones: at most 10 blocks at any length
     assert manager([window], 64 * 11).max_fit_len == 64
+    two = [KVGroupSpec(n, "full", 4, 64) for n in "ab"]
     with pytest.raises(ResourceError, match="one token of every group"):
-        two = [KVGroupSpec(n, "full", 4, 64) for n in "ab"]
         manager(two, 64 * 2)
 
 
@@ -147,7 +147,7 @@ def test_no_groups_need_no_memory() -> None:
     kv = manager([], 0)
     state = state_of(range(5), 0)
     assert kv.take_hit(state) == 0
-    assert kv.reserve(state, 64, 0) == []
+    assert kv.reserve([(state, 64, 0)]) == []
     assert kv.covered(state, 5) == 64
     kv.give_back(state)
 
