@@ -18,6 +18,11 @@ from tests.support.building import RandomSource, context, desc, load, shapes_of
 from tests.support.paged import DictSource, PlainAttention, PlainQuantizer, resolver
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 class HalvesQuantizer(PlainQuantizer):
     """A toy packed format, "half": codes uint8 [N, K], value code / 2. `other` marks layers
     that stay plain; with `per_tensor` a scalar scale keeps components apart."""

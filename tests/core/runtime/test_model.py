@@ -21,6 +21,11 @@ from tests.support.building import RandomSource, context, desc, load
 from tests.support.paged import Host, PlainAttention, PlainQuantizer, facts, resolver
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 class Add:
     """A block that adds a constant, or a multiple of x."""
 

@@ -11,6 +11,12 @@ from cardcage.core.errors import UnsupportedModel
 from cardcage.core.model_desc import RopeSpec
 from cardcage.core.runtime.rope import Rope, inverse_frequencies
 
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 HOST = torch.device("cpu")
 
 

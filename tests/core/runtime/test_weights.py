@@ -16,6 +16,12 @@ from cardcage.plugins.models.llama import Llama
 from cardcage.plugins.models.mixtral import Mixtral
 from tests.support.paged import DictSource, PlainQuantizer, facts, resolver
 
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 17,

@@ -131,7 +131,7 @@ def test_experts(
         for e, w in zip(ids[t].tolist(), scores[t].tolist(), strict=True):
             gate, up = (w13[e].double() @ x[t].double()).chunk(2)
             want[t] += w * (w2[e].double() @ (ACTIVATIONS[activation](gate) * up))
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
+    tolerance = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 

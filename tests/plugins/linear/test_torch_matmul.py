@@ -8,6 +8,12 @@ import torch
 from cardcage.core.contracts import LinearCaps, LinearNeed, QuantTensor
 from cardcage.plugins.linear.torch_matmul import TorchMatmul
 
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 HOST = torch.device("cpu")
 
 

@@ -1,0 +1,11 @@
+"""Block tests draw random tensors; each starts from the same seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
