@@ -9,7 +9,7 @@ Source: class and field names are those of vLLM 0.30's offline API.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from cardcage.core.types import (
     ModelInfo,
     Request,
     SamplingParams,
+    TextDelta,
     TokenLogprob,
 )
 
@@ -231,6 +232,32 @@ class LLM:
         ]
         return self._run(requests, use_tqdm)
 
+    def stream(self, request: GenRequest) -> Iterator[TextDelta]:
+        """Run one request and yield what each sample gains, step by step.
+
+        Closing the generator aborts what still runs.
+
+        Raises:
+            InvalidRequest, ContextTooLong: the request is unusable; nothing has run then.
+            ExecutionError: the engine failed on it.
+        """
+        prepared = self._intake.prepare(request)
+        self._rename(prepared)
+        job = _Job(prepared, self._intake)
+        if not prepared.needs_engine:
+            for sample in job.samples:
+                sample.end(FinishReason.LENGTH)
+        live = {c.request_id: (job, s) for c, s in zip(prepared.children, job.samples)}
+        waiting = list(prepared.children) if prepared.needs_engine else []
+        try:
+            while waiting or not job.finished:
+                self._step(live, waiting)
+                yield from (d for s in job.samples if (d := s.take()) is not None)
+            yield from (d for s in job.samples if (d := s.take()) is not None)
+        finally:
+            if not job.finished:
+                self._abandon(live)
+
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams | Mapping[str, Any]]:
@@ -288,38 +315,52 @@ class LLM:
         self, live: dict[str, tuple[_Job, Sample]], waiting: list[Request], bar: _Bar
     ) -> None:
         """Feed requests as fast as the queue takes them, and step until all are finished."""
-        engine, at = self._engine, 0
+        waiting.reverse()  # taken from the end
         while live:
-            while at < len(waiting):
-                waiting[at].arrival_s = time.monotonic()
-                try:
-                    engine.add_request(waiting[at])
-                except AdmissionError:
-                    if not engine.has_work():
-                        raise
-                    break
-                at += 1
-            aborts = []
-            for output in engine.step():
-                found = live.get(output.request_id)
-                if found is None:
-                    continue
-                job, sample = found
-                if output.finish_reason is FinishReason.ERROR:
-                    raise ExecutionError(
-                        f"request {output.request_id}: {output.error or 'the engine failed'}"
-                    )
-                if output.prompt_logprobs is not None:
-                    job.prompt_logprobs = output.prompt_logprobs
-                if sample.feed(output):
-                    aborts.append(output.request_id)
-                bar.tokens += len(output.token_ids)
-                if sample.finished:
-                    del live[output.request_id]
-                    if job.finished:
-                        bar.advance()
-            if aborts:
-                engine.abort(aborts)
+            for job, num_tokens in self._step(live, waiting):
+                bar.tokens += num_tokens
+                if job is not None:
+                    bar.advance()
+
+    def _step(
+        self, live: dict[str, tuple[_Job, Sample]], waiting: list[Request]
+    ) -> list[tuple[_Job | None, int]]:
+        """Admit what the queue takes (from the end of `waiting`), step once, feed the samples.
+
+        Returns, per output, the job that it finished (or None) and its number of tokens.
+        """
+        engine = self._engine
+        while waiting:
+            waiting[-1].arrival_s = time.monotonic()
+            try:
+                engine.add_request(waiting[-1])
+            except AdmissionError:
+                if not engine.has_work():
+                    raise
+                break
+            waiting.pop()
+        aborts: list[str] = []
+        told: list[tuple[_Job | None, int]] = []
+        for output in engine.step():
+            found = live.get(output.request_id)
+            if found is None:
+                continue
+            job, sample = found
+            if output.finish_reason is FinishReason.ERROR:
+                raise ExecutionError(
+                    f"request {output.request_id}: {output.error or 'the engine failed'}"
+                )
+            if output.prompt_logprobs is not None:
+                job.prompt_logprobs = output.prompt_logprobs
+            if sample.feed(output):
+                aborts.append(output.request_id)
+            if sample.finished:
+                del live[output.request_id]
+            done = sample.finished and job.finished
+            told.append((job if done else None, len(output.token_ids)))
+        if aborts:
+            engine.abort(aborts)
+        return told
 
     def _abandon(self, live: Iterable[str]) -> None:
         """Abort everything of a failed or interrupted run and let the engine settle."""

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cardcage.core import errors
@@ -36,6 +36,7 @@ from cardcage.core.types import EngineStats, Request, TokenOutput
 
 if TYPE_CHECKING:
     from cardcage.core.config import Config
+    from cardcage.core.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,10 @@ def require_packages() -> None:
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer alone, for a process that holds no weights."""
-    from cardcage.core.host import Host
-    from cardcage.core.types import EMBEDDED_MODEL
+    from cardcage.core.host import Host, model_reference
 
     host = Host(config)
-    return host.tokenizer(host.open_source(config.as_dict()["model"] or EMBEDDED_MODEL))
+    return host.tokenizer(host.open_source(model_reference(config.as_dict())))
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
@@ -142,16 +142,7 @@ class ProcessLink:
             return
         self._folder = tempfile.mkdtemp(prefix="cardcage-")
         read_end, self._alive_pipe = os.pipe()
-        job = {
-            "sys_path": sys.path,
-            "folder": self._folder,
-            "alive_fd": read_end,
-            "parent_pid": os.getpid(),
-            "log_level": logging.getLogger("cardcage").getEffectiveLevel(),
-            "builder": self._builder,
-            "argument": self._argument,
-            **(_config_job(self._config) if self._config is not None else {}),
-        }
+        job = {**self._job(), "folder": self._folder, "alive_fd": read_end}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT],
             stdin=subprocess.PIPE,
@@ -163,6 +154,17 @@ class ProcessLink:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job).encode())
             self._process.stdin.close()
+
+    def _job(self) -> dict[str, Any]:
+        """What the child is told, as plain data."""
+        return {
+            "sys_path": sys.path,
+            "parent_pid": os.getpid(),
+            "log_level": logging.getLogger("cardcage").getEffectiveLevel(),
+            "builder": self._builder,
+            "argument": self._argument,
+            **(_config_job(self._config) if self._config is not None else {}),
+        }
 
     async def start(self, sink: LinkSink) -> Ready:
         import msgspec
@@ -295,9 +297,9 @@ class ProcessLink:
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Ask the child to stop, then make sure that it did."""
-        self._closing = True
-        if self._process is None:
+        if self._process is None or self._closing:
             return
+        self._closing = True
         if self._serving():
             with contextlib.suppress(Exception):
                 await self._send("stop", drain_s)
@@ -334,7 +336,34 @@ def _config_job(config: Config) -> dict[str, Any]:
             for key in split_path(path):
                 value = value[key]
             values[path] = value
-    return {"config": values}
+    return {"config": values, "plan": inventory(tree).to_json()}
+
+
+def inventory(tree: Mapping[str, Any]) -> Plan:
+    """The plugins that a process may choose from, as a plan: the child must see the same ones.
+
+    Which of them run the model is decided in the child, where the device is.
+    """
+    from cardcage import __version__
+    from cardcage.core.plan import Plan, PlanSlot, content_digest
+    from cardcage.core.policy import Policy
+    from cardcage.core.registry import Registry
+
+    registry = Registry.discover(Policy.from_config(tree["plugins"]))
+    slots = tuple(
+        PlanSlot(
+            f"{c.kind}.{c.name}",
+            c.kind,
+            c.id,
+            c.version,
+            c.value,
+            c.location,
+            content_digest(c.dist, c.value, c.builtin),
+        )
+        for c in registry.candidates()
+        if c.usable
+    )
+    return Plan(__version__, slots)
 
 
 # ---- the child's side ---------------------------------------------------------------------------
@@ -378,6 +407,9 @@ def _build(job: dict[str, Any], progress: Callable[[str, int, int], None]) -> An
 
         module, _, name = job["builder"].partition(":")
         return getattr(import_module(module), name)(job["argument"], progress)
+    from cardcage.core.plan import Plan
+
+    Plan.from_json(job["plan"]).verify("the engine process")
     from cardcage.core.config import load_config
     from cardcage.core.host import build_engine
 

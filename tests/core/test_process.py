@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from cardcage.core.errors import (
     EngineError,
     InvalidRequest,
     ModelError,
+    PlanMismatch,
 )
 from cardcage.core.process import ProcessLink, decode_error, encode_error, require_packages
 from cardcage.core.types import GenRequest
@@ -247,3 +249,22 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ConfigError, match=r"needs pyzmq.*server.process = \"inline\""):
         require_packages()
+
+
+def test_a_child_that_sees_other_plugins_refuses() -> None:
+    from cardcage.core.config import load_config
+
+    class Tampered(ProcessLink):
+        def _job(self) -> dict[str, Any]:
+            job = super()._job()
+            plan = json.loads(job["plan"])
+            plan["slots"][0]["digest"] = "files:other"
+            return {**job, "plan": json.dumps(plan)}
+
+    async def main() -> None:
+        config = load_config(env={}, overrides={"model": "dummy:none", "plugins.mode": "all"})
+        client = AsyncEngine(Tampered(config))
+        with pytest.raises(PlanMismatch, match="the engine process sees other content"):
+            await client.start()
+
+    asyncio.run(main())
