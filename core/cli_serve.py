@@ -233,7 +233,8 @@ async def _until_end(client: AsyncEngine, serving: asyncio.Task[None], stop: _St
     stats = asyncio.create_task(_log_stats(client))
     died = asyncio.create_task(client.dead.wait())
     try:
-        await asyncio.wait({serving, stop.asked, died}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {serving, stop.asked, died}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             logger.error("%s", client.health()[1])
             await asyncio.sleep(_DEATH_EXIT_S)
@@ -247,7 +248,12 @@ async def _until_end(client: AsyncEngine, serving: asyncio.Task[None], stop: _St
 
 
 async def _log_stats(client: AsyncEngine) -> None:
-    """One line every ten seconds while something happens."""
+    """One line every ten seconds while something happens, until the engine is gone."""
+    with contextlib.suppress(EngineError):
+        await _log_stats_forever(client)
+
+
+async def _log_stats_forever(client: AsyncEngine) -> None:
     before = await client.stats()
     while True:
         await asyncio.sleep(_STATS_EVERY_S)

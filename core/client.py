@@ -196,18 +196,16 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """A client of an engine built from a config: inline or in its own process."""
         tree = config.as_dict()
-        limits = Limits(max_n=128)
         if tree["server"]["process"] == "inline":
             from cardcage.core.host import build_engine
 
             link: EngineLink = InlineLink(lambda progress: build_engine(config, progress))
-            return cls(link, limits=limits, seed=tree["seed"], make_metrics=make_metrics)
+            return cls(link, seed=tree["seed"], make_metrics=make_metrics)
         from cardcage.core.process import ProcessLink, load_tokenizer
 
         return cls(
             ProcessLink(config),
             load_tokenizer=lambda: load_tokenizer(config),
-            limits=limits,
             seed=tree["seed"],
             make_metrics=make_metrics,
         )

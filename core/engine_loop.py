@@ -27,6 +27,7 @@ Progress = Callable[[str, int, int], None]
 Reply = Callable[[Any, BaseException | None], None]
 _STALL_S = 0.002  # first wait when no request can be scheduled; doubles up to the maximum
 _MAX_STALL_S = 0.05
+_JOIN_S = 30.0  # a step that takes longer is left to the daemon thread
 CALLS = frozenset({"stats", "pause", "resume", "reset_prefix_cache"})
 
 
@@ -218,6 +219,9 @@ class InlineLink:
         except BaseException as error:
             self._post(_fail, ready, error)
             return
+        if self._closing:  # nobody waited for the end of start-up
+            parts.close()
+            return
         loop = EngineLoop(parts.engine, lambda out: self._post(self._sink.on_outputs, out))
         self._engine_loop = loop
         self._post(_finish, ready, Ready(parts.info, parts.tokenizer, parts.explain))
@@ -277,10 +281,9 @@ class InlineLink:
 
     async def close(self, drain_s: float = 0.0) -> None:
         self._closing = True
-        if self._engine_loop is not None:
+        if self._engine_loop is not None and self._thread is not None:
             self._engine_loop.stop(drain_s)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, drain_s + 30.0)
+            await asyncio.to_thread(self._thread.join, drain_s + _JOIN_S)
         for future in list(self._pending):
             _fail(future, EngineDead("the engine was closed"))
 

@@ -169,7 +169,7 @@ class Detokenizer:
         self._after_special = False
         self._decoder = _utf8("replace")
         self._split = False  # the decoder holds the start of a character
-        self._pending = ""  # decoded, not handed out
+        self._parts: list[str] = []  # decoded, not handed out
         self._total = 0  # characters decoded
         self._released = 0  # characters that may be handed out
         self._queue: deque[_Withheld] = deque()
@@ -249,14 +249,16 @@ class Detokenizer:
             end, stop = hit
             self.stop_reason = stop
             keep = self._total + (end if self._include_stop else end - len(stop))
-            self._pending += text
+            self._parts.append(text)
             cut = self._total + len(text) - keep
-            self._pending = self._pending[: len(self._pending) - cut] if cut else self._pending
+            if cut:
+                self._parts = ["".join(self._parts)[:-cut]]
             self._total = self._released = keep
             self._split = False
             self._decoder.reset()
         else:
-            self._pending += text
+            if text:
+                self._parts.append(text)
             self._total += len(text)
             held = 0
             if self._matcher is not None and not self._include_stop:
@@ -289,9 +291,12 @@ class Detokenizer:
 
         A token is handed out with the text that shows all of it; none is lost or repeated.
         """
+        text = "".join(self._parts)
+        self._parts.clear()
         kept = self._total - self._released
-        text = self._pending[: len(self._pending) - kept] if kept else self._pending
-        self._pending = self._pending[len(self._pending) - kept :] if kept else ""
+        if kept:
+            self._parts.append(text[-kept:])
+            text = text[:-kept]
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         offsets: list[int] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from pydantic import ValidationError
 
 from cardcage.core.errors import AdmissionError, EngineError, RequestError
@@ -68,12 +69,14 @@ def error_object(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError) -> Response:
     """The whole HTTP answer."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    return JSONResponse(error_object(error), error.status, headers)
+    # ASCII: a message may quote half a surrogate pair, which has no UTF-8 form.
+    body = json.dumps(error_object(error))
+    return Response(body, error.status, headers, media_type="application/json")
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -339,13 +339,17 @@ BAD_BODIES: list[tuple[dict[str, Any], str | None]] = [
     ({"priority": -5}, "priority"),
     ({"cache_salt": "../x"}, "cache_salt"),
     ({"session_id": "x" * 300}, "session_id"),
+    ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
 ]
 
 
 @pytest.mark.parametrize(("change", "param"), BAD_BODIES)
 def test_bad_fields_are_named(server: LiveServer, change: dict[str, Any], param: str) -> None:
     seen = len(server.engine.seen)
-    response = server.web.post("/v1/chat/completions", json={**CHAT, **change})
+    raw = json.dumps({**CHAT, **change})
+    headers = {"content-type": "application/json"}
+    response = server.web.post("/v1/chat/completions", content=raw, headers=headers)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -440,6 +444,7 @@ def test_unknown_routes_and_methods(server: LiveServer) -> None:
 def test_strict_fields() -> None:
     with LiveServer(options={"strict_fields": True}) as live:
         response = live.web.post("/v1/chat/completions", json={**CHAT, "zzz": 1})
+        assert response.status_code == 400
         assert response.json()["error"]["param"] == "zzz"
 
 
