@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntFlag
 from typing import Any
 
 import numpy as np
@@ -21,35 +20,16 @@ from numpy.typing import NDArray
 from cardcage.core.contracts import StepMeta
 from cardcage.core.errors import ExecutionError
 from cardcage.core.runtime.arena import Arena
+from cardcage.core.runtime.layout import Layout
+from cardcage.core.runtime.slot_params import (
+    IN_PROMPT,
+    NUM_PARAMS,
+    Feature,
+    Int32,
+    features_of,
+    param_words,
+)
 from cardcage.core.types import KVGroupSpec, SamplingParams, SlotAdmit, StepPlan
-
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
-
-# Columns of the parameter table, int32 words per slot; floats and the seed are bit patterns.
-TEMPERATURE, TOP_P, MIN_P, TOP_K, REPETITION, FREQUENCY, PRESENCE, PENALTY_ROW = range(8)
-SEED = 8  # two words
-PROMPT_LEN = 10
-NUM_PARAMS = 12
-# Bit of a penalty count that says "occurs in the prompt"; the bits below count outputs.
-IN_PROMPT = 1 << 30
-
-
-class Feature(IntFlag):
-    """What a slot's request asks of the sampler beyond the most likely token."""
-
-    RANDOM = 1
-    TEMPERATURE = 2
-    MIN_P = 4
-    TRUNCATE = 8
-    ALLOWED = 16
-    BIAS = 32
-    MIN_TOKENS = 64
-    PENALTY = 128
-    BAD_WORDS = 256
-    PLUGIN = 512
-    LOGPROBS = 1024
-    PROMPT_LOGPROBS = 2048
 
 
 @dataclass(slots=True)
@@ -64,77 +44,6 @@ class Slot:
     bad_words: tuple[tuple[int, int], ...] = ()
     penalty_row: int = -1
     error: str | None = None
-
-
-@dataclass(slots=True)
-class Layout:
-    """The rows of one step on the host (speculation.md 1.1). All index arrays are int64.
-
-    R rows of the plan, T tokens, N logits rows. Row `sampled[i]` of the plan owns the logits rows
-    [first[i], first[i] + drafts[i] + 1). `token_index` is a logits row's place among the tokens.
-    """
-
-    num_rows: int
-    num_tokens: int
-    num_decodes: int
-    query_lens: list[int]
-    seq_lens: list[int]
-    slots: Int64
-    starts: Int64
-    query_start: Int64  # [R + 1]
-    sampled: Int64
-    drafts: Int64
-    first: Int64
-    row: Int64  # [N] plan row of a logits row
-    local: Int64
-    token_index: Int64
-    position: Int64
-    max_drafts: int
-
-    @property
-    def num_logits(self) -> int:
-        return len(self.row)
-
-    @property
-    def uniform(self) -> bool:
-        """One token in every row, and every row is sampled: the shape that graphs replay."""
-        return self.num_tokens == self.num_rows == self.num_logits
-
-
-def layout_of(plan: StepPlan) -> Layout:
-    """Where the tokens and the logits rows of a plan lie."""
-    lens = plan.num_tokens.astype(np.int64)
-    starts = plan.starts.astype(np.int64)
-    query_start = np.zeros(len(lens) + 1, np.int64)
-    np.cumsum(lens, out=query_start[1:])
-    sampled = np.flatnonzero(plan.samples)
-    drafts = plan.num_drafts[sampled].astype(np.int64)
-    if np.any(drafts >= lens[sampled]):
-        raise ExecutionError("a plan row has as many drafts as tokens; it needs one more token")
-    counts = drafts + 1
-    first = np.cumsum(counts) - counts
-    row = np.repeat(sampled, counts)
-    local = np.arange(len(row)) - np.repeat(first, counts)
-    back = np.repeat(drafts, counts) - local  # rows left until the last one of the request
-    many = np.flatnonzero(lens != 1)
-    return Layout(
-        num_rows=len(lens),
-        num_tokens=int(query_start[-1]),
-        num_decodes=int(many[0]) if len(many) else len(lens),
-        query_lens=lens.tolist(),
-        seq_lens=(starts + lens).tolist(),
-        slots=plan.slots.astype(np.int64),
-        starts=starts,
-        query_start=query_start,
-        sampled=sampled,
-        drafts=drafts,
-        first=first,
-        row=row,
-        local=local,
-        token_index=query_start[row + 1] - 1 - back,
-        position=(starts + lens)[row] - 1 - back,
-        max_drafts=int(drafts.max(initial=0)),
-    )
 
 
 @dataclass(slots=True)
@@ -307,6 +216,8 @@ class BatchState:
         vocab, params = self.vocab_size, admit.params
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             return f"the prompt holds token ids outside 0..{vocab - 1}, the model's vocabulary"
+        if () in params.bad_words_ids:
+            return "bad_words holds an empty sequence of token ids"
         words = [token for word in params.bad_words_ids for token in word]
         for name, tokens in (
             ("stop_token_ids", params.stop_token_ids),
@@ -459,46 +370,10 @@ class BatchState:
         return ids.clamp_(0, self.vocab_size - 1)
 
 
-def features_of(params: SamplingParams) -> int:
-    """The `Feature` bits of a request."""
-    bits = Feature(0)
-    if not params.greedy:
-        bits |= Feature.RANDOM
-        bits |= Feature.TEMPERATURE if params.temperature != 1.0 else Feature(0)
-        bits |= Feature.MIN_P if params.min_p > 0.0 else Feature(0)
-        bits |= Feature.TRUNCATE if params.top_p < 1.0 or params.top_k > 0 else Feature(0)
-    neutral = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    for bit, wanted in (
-        (Feature.ALLOWED, params.allowed_token_ids is not None),
-        (Feature.BIAS, bool(params.logit_bias)),
-        (Feature.MIN_TOKENS, params.min_tokens > 0),
-        (Feature.PENALTY, neutral != (1.0, 0.0, 0.0)),
-        (Feature.BAD_WORDS, bool(params.bad_words_ids)),
-        (Feature.LOGPROBS, params.logprobs is not None),
-        (Feature.PROMPT_LOGPROBS, params.prompt_logprobs is not None),
-    ):
-        if wanted:
-            bits |= bit
-    return int(bits)
-
-
-def param_words(params: SamplingParams, seed: int, prompt_len: int, penalty_row: int) -> Int32:
-    """One row of the parameter table, int32 [NUM_PARAMS]. Greedy rows get neutral truncation."""
-    words = np.zeros(NUM_PARAMS, np.int32)
-    floats = words.view(np.float32)
-    greedy = params.greedy
-    floats[TEMPERATURE] = params.temperature
-    floats[TOP_P] = 1.0 if greedy else params.top_p
-    floats[MIN_P] = 0.0 if greedy else params.min_p
-    words[TOP_K] = 0 if greedy else params.top_k
-    floats[REPETITION] = params.repetition_penalty
-    floats[FREQUENCY] = params.frequency_penalty
-    floats[PRESENCE] = params.presence_penalty
-    words[PENALTY_ROW] = penalty_row
-    unsigned = np.array([seed & (2**64 - 1)], np.uint64)
-    words[SEED : SEED + 2] = unsigned.view(np.int32)
-    words[PROMPT_LEN] = prompt_len
-    return words
+def table_bytes(num_slots: int, max_model_len: int, groups: Sequence[KVGroupSpec]) -> int:
+    """Device bytes of the tables of a `BatchState`."""
+    blocks = sum(-(-max_model_len // g.block_size) for g in groups)
+    return (num_slots + 1) * (max_model_len + 2 + NUM_PARAMS + blocks) * 4
 
 
 def spread(at: torch.Tensor, lens: torch.Tensor, total: int) -> torch.Tensor:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from cardcage.core.runtime.batch import Feature
 from cardcage.core.runtime.model_runner import ModelRunner, Prepared, Replayed, Verified
-from cardcage.core.runtime.sampler import CAPTURABLE, SHAPING, SamplePlan
+from cardcage.core.runtime.sample_plan import SamplePlan
+from cardcage.core.runtime.sampler import CAPTURABLE, SHAPING
+from cardcage.core.runtime.slot_params import Feature
 
 # Steps with more rows run eagerly: there the launches no longer dominate.
 LARGEST = 512
@@ -34,6 +35,15 @@ def default_sizes(max_rows: int) -> tuple[int, ...]:
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(192, LARGEST + 1, 64)]
     top = min(max_rows, LARGEST)
     return (*(s for s in sizes if s < top), top)
+
+
+def graph_bytes(max_rows: int, vocab_size: int) -> int:
+    """An estimate of what captured graphs take beside an eager step, in bytes.
+
+    The logits dominate: in the model's dtype, in float32, and once more masked, for the largest
+    size; the shared memory pool serves all sizes with it.
+    """
+    return min(max_rows, LARGEST) * vocab_size * 12
 
 
 @dataclass(slots=True)

@@ -16,19 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from cardcage.core.contracts import KVPart
-from cardcage.core.runtime.batch import (
-    PENALTY_ROW,
-    BatchState,
-    Deltas,
-    Feature,
-    Layout,
-    StepInputs,
-    layout_of,
-)
+from cardcage.core.runtime.batch import BatchState, Deltas, StepInputs
 from cardcage.core.runtime.kv_pool import KVPool
 from cardcage.core.runtime.layers import ModelInput
+from cardcage.core.runtime.layout import Layout, layout_of
 from cardcage.core.runtime.logprobs import LogprobRows, parse, score
-from cardcage.core.runtime.sampler import PROBLEMS, Sampled, SamplePlan, Sampler
+from cardcage.core.runtime.sample_plan import SamplePlan, top_of
+from cardcage.core.runtime.sampler import PROBLEMS, Sampled, Sampler
+from cardcage.core.runtime.slot_params import PENALTY_ROW, Feature
 from cardcage.core.runtime.staging import Download, Uploader
 from cardcage.core.types import KVGroupSpec, StepPlan, StepResult, TokenLogprob
 
@@ -234,7 +229,7 @@ class ModelRunner:
                 prepared.errors[row] = slot.error
             else:
                 if bits[row] & Feature.LOGPROBS:
-                    prepared.logprob_top[row] = self.sampler.top_of(index)
+                    prepared.logprob_top[row] = top_of(batch, index)
                 top = slot.params.prompt_logprobs
                 known = min(layout.seq_lens[row], slot.prompt_len - 1) - int(layout.starts[row])
                 if top is not None and known > 0:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from cardcage.core.contracts import StepMeta
-from cardcage.core.runtime.batch import BatchState, Feature
+from cardcage.core.runtime.batch import BatchState
 from cardcage.core.runtime.kv_pool import KVPool
 from cardcage.core.runtime.layers import ModelInput
 from cardcage.core.runtime.model_runner import ModelRunner, RunnerModel, bind_caches
-from cardcage.core.runtime.sampler import SamplePlan, Sampler
+from cardcage.core.runtime.sample_plan import SamplePlan
+from cardcage.core.runtime.sampler import Sampler
+from cardcage.core.runtime.slot_params import Feature
 from cardcage.core.types import KVGroupSpec
 
 

@@ -20,10 +20,10 @@ from cardcage.core.contracts import (
     QuantNeed,
     SamplingNeed,
 )
-from cardcage.core.errors import ConfigError, ResourceError, UnsupportedModel
+from cardcage.core.errors import ConfigError, ResourceError
 from cardcage.core.model_desc import ModelDesc
-from cardcage.core.runtime.batch import BatchState
-from cardcage.core.runtime.graphs import GraphRunner
+from cardcage.core.runtime.batch import BatchState, table_bytes
+from cardcage.core.runtime.graphs import GraphRunner, graph_bytes
 from cardcage.core.runtime.kv_pool import KVPool, PoolSize, fit, request_bytes
 from cardcage.core.runtime.model import Model, build_model, load_weights
 from cardcage.core.runtime.model_runner import ModelRunner
@@ -72,6 +72,7 @@ def load_model(
     hardware, config = ctx.hardware, ctx.config
     assert hardware is not None
     assert ctx.resolve is not None
+    refuse(config)
     resolve = ctx.resolve
     device = hardware.device()
     dtype, dtype_why = choose_dtype(str(config["dtype"]), source.config, hardware)
@@ -105,7 +106,8 @@ def load_model(
 
     scheduler = config["scheduler"]
     seqs, tokens = int(scheduler["max_num_seqs"]), int(scheduler["max_num_batched_tokens"])
-    size, size_why = pool_size(ctx, model, max_len, seqs, tokens, depth)
+    no_graphs = why_no_graphs(config, hardware, model)
+    size, size_why = pool_size(ctx, model, max_len, depth, captures=not no_graphs)
     groups = model.kv_groups()
     pool = KVPool(groups, size.num_bytes, device)
     batch = BatchState(seqs, size.max_model_len, desc.vocab_size, groups, device)
@@ -124,7 +126,6 @@ def load_model(
     stream = None if device.type == "cpu" else torch.Stream(device)
     runner = ModelRunner(model, pool, batch, sampler, stream, depth + 1)
     warm_up(runner, tokens)
-    no_graphs = why_no_graphs(config, hardware, model)
     graphs = None if no_graphs else GraphRunner(runner, seqs)
     capacity = KVCapacity(groups, pool.num_bytes, seqs, size.max_model_len)
     report = {
@@ -176,10 +177,15 @@ def choose_context(wanted: int | None, desc: ModelDesc) -> int:
 
 
 def pool_size(
-    ctx: PluginContext, model: Model, max_len: int, seqs: int, tokens: int, depth: int
+    ctx: PluginContext, model: Model, max_len: int, depth: int, captures: bool
 ) -> tuple[PoolSize, str]:
-    """Bytes of the block pool and the context that fits it, with the reason for the size."""
-    hardware, kv = ctx.hardware, ctx.config["kv"]
+    """Bytes of the block pool and the context that fits it, with the reason for the size.
+
+    On an accelerator what a step needs is measured; the batch tables and, if steps are captured,
+    the graphs' own memory come on top.
+    """
+    hardware, kv, scheduler = ctx.hardware, ctx.config["kv"], ctx.config["scheduler"]
+    seqs, tokens = int(scheduler["max_num_seqs"]), int(scheduler["max_num_batched_tokens"])
     assert hardware is not None
     assert ctx.resolve is not None
     groups = model.kv_groups()
@@ -197,6 +203,8 @@ def pool_size(
         why = f"kv.utilization {kv['utilization']} of the host memory that is available"
     else:
         peak = peak_bytes(model, tokens, seqs, max_len)
+        peak += table_bytes(seqs, max_len, groups)
+        peak += graph_bytes(seqs, model.desc.vocab_size) if captures else 0
         torch.accelerator.empty_cache()
         free, total = hardware.memory()
         num_bytes = int(kv["utilization"] * total) - (total - free) - peak
@@ -210,6 +218,19 @@ def pool_size(
     return fit(num_bytes, max_len, asked, need, why), why
 
 
+def refuse(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that this executor does not honour yet."""
+    for table, key, what in (
+        ("kv", "tiers", "cache tiers below device memory"),
+        ("speculator", "use", "speculative decoding"),
+    ):
+        if config.get(table, {}).get(key):
+            raise ConfigError(
+                f"{table}.{key}: the inprocess executor does not support {what} in this version; "
+                "remove the setting"
+            )
+
+
 def why_no_graphs(config: Mapping[str, Any], hardware: Hardware, model: Model) -> str:
     """Why steps are not captured as graphs; empty if they are."""
     if config["enforce_eager"]:
@@ -219,6 +240,3 @@ def why_no_graphs(config: Mapping[str, Any], hardware: Hardware, model: Model) -
     if not model.graph_safe:
         return "off: a block of this model synchronises with the host"
     return ""
-
-
-__all__ = ["Loaded", "UnsupportedModel", "load_model"]

@@ -10,18 +10,17 @@ import torch
 
 from cardcage.core.errors import ExecutionError
 from cardcage.core.runtime.arena import Arena
-from cardcage.core.runtime.batch import (
+from cardcage.core.runtime.batch import BatchState, spread, table_bytes
+from cardcage.core.runtime.layout import layout_of
+from cardcage.core.runtime.slot_params import (
     IN_PROMPT,
     PENALTY_ROW,
     SEED,
     TEMPERATURE,
     TOP_K,
-    BatchState,
     Feature,
     features_of,
-    layout_of,
     param_words,
-    spread,
 )
 from cardcage.core.types import KVGroupSpec, SamplingParams, SlotAdmit, StepPlan
 from tests.support.fake_model import Driver
@@ -180,6 +179,7 @@ def test_taken_slot_and_too_long_request_are_refused() -> None:
     ({"logit_bias": {99: 1.0}}, [1], "logit_bias"),
     ({"stop_token_ids": (50,)}, [1], "stop_token_ids"),
     ({"bad_words_ids": ((1, 77),)}, [1], "bad_words"),
+    ({"bad_words_ids": ((1,), ())}, [1], "bad_words"),
 ])  # fmt: skip
 def test_ids_outside_the_vocabulary_fail_the_request_alone(changes, tokens, name) -> None:
     batch = make()
@@ -294,3 +294,8 @@ def test_reset_forgets_everything() -> None:
     assert batch.features.sum() == 0
     assert all(int(t.sum()) == 0 for t in batch.tables)
     apply(batch, empty_plan(admits=[admit]))  # the slot is free again
+
+
+def test_table_bytes() -> None:
+    batch = make()
+    assert 0 <= batch.words.nbytes - table_bytes(5, 40, GROUPS) < 64

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from cardcage.core.contracts import SampleRows
-from cardcage.core.runtime.batch import BatchState, Feature, layout_of
+from cardcage.core.runtime.batch import BatchState
+from cardcage.core.runtime.layout import layout_of
 from cardcage.core.runtime.rng import draw_numpy
+from cardcage.core.runtime.sample_plan import SamplePlan, top_of
 from cardcage.core.runtime.sampler import (
     NOT_A_NUMBER,
     NOTHING_LEFT,
     Sampled,
-    SamplePlan,
     Sampler,
 )
+from cardcage.core.runtime.slot_params import Feature
 from cardcage.core.types import KVGroupSpec, SamplingParams, SlotAdmit, StepPlan
 
 V = 40
@@ -330,7 +332,7 @@ def test_whole_vocabulary_and_chosen_only() -> None:
     got = bench.sample(noise(3)).logprobs
     assert got is not None
     assert got.top_value.shape == (3, V)
-    assert [bench.sampler.top_of(i) for i in range(3)] == [V, 0, 3]
+    assert [top_of(bench.batch, i) for i in range(3)] == [V, 0, 3]
     np.testing.assert_allclose(np.exp(got.top_value.numpy()).sum(-1), 1.0, rtol=1e-5)
     assert got.rank.tolist() == [1, 1, 1]
 
