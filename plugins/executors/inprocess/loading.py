@@ -72,7 +72,6 @@ def load_model(
     hardware, config = ctx.hardware, ctx.config
     assert hardware is not None
     assert ctx.resolve is not None
-    refuse(config)
     resolve = ctx.resolve
     device = hardware.device()
     dtype, dtype_why = choose_dtype(str(config["dtype"]), source.config, hardware)
@@ -216,19 +215,6 @@ def pool_size(
             raise ResourceError(f"nothing is left for the KV cache: {why}; raise kv.utilization")
     asked = ctx.config["max_model_len"] is not None
     return fit(num_bytes, max_len, asked, need, why), why
-
-
-def refuse(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings that this executor does not honour yet."""
-    for table, key, what in (
-        ("kv", "tiers", "cache tiers below device memory"),
-        ("speculator", "use", "speculative decoding"),
-    ):
-        if config.get(table, {}).get(key):
-            raise ConfigError(
-                f"{table}.{key}: the inprocess executor does not support {what} in this version; "
-                "remove the setting"
-            )
 
 
 def why_no_graphs(config: Mapping[str, Any], hardware: Hardware, model: Model) -> str:

@@ -222,18 +222,6 @@ def test_max_model_len_of_the_user(setup) -> None:
         setup(max_model_len=300).load()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"speculator": {"use": "ngram"}},
-        {"kv": {"tiers": [{"use": "disk"}]}},
-    ],
-)
-def test_what_is_not_supported_is_refused(setup, changes) -> None:
-    with pytest.raises(ConfigError, match="does not support"):
-        setup(**changes).load()
-
-
 def test_dtype_choice() -> None:
     host = SimpleNamespace(name="h", dtypes=lambda: ("float32", "bfloat16"))
     chip = SimpleNamespace(name="c", dtypes=lambda: ("bfloat16", "float16", "float32"))
