@@ -413,6 +413,8 @@ class AsyncEngine:
     # ---- what the link delivers
 
     def on_progress(self, what: str, done: int, total: int) -> None:
+        if what != self.progress[0]:
+            logger.info("starting: %s", what)
         self.progress = (what, done, total)
 
     def on_outputs(self, outputs: list[TokenOutput]) -> None:

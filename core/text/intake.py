@@ -259,6 +259,8 @@ class Intake:
                 "first served (start it with scheduler.policy=priority)",
                 "priority",
             )
+        if not -(1 << 63) <= request.priority < 1 << 63:
+            raise InvalidRequest("priority must be a signed 64-bit integer", "priority")
         self._check_sizes(params)
         self._check_vocabulary(params)
         if params.bad_words:

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from tests.support.fake_engine import ByteTokenizer, make_info, make_parts
 from tests.support.live_server import LiveServer
 
