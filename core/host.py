@@ -7,11 +7,12 @@ explained decision, so that start-up and errors show the same table. Knows kinds
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ from cardcage.core.errors import (
     SelectionError,
     UnsupportedModel,
 )
+from cardcage.core.hookspecs import (
+    ConfigView,
+    EngineFacts,
+    LoadedModel,
+    ProcessContext,
+    active_host,
+)
+from cardcage.core.plan import Plan
 from cardcage.core.policy import Policy
 from cardcage.core.registry import Registry
 from cardcage.core.resolver import Decision
@@ -33,6 +42,7 @@ from cardcage.core.scheduler import Scheduler, SchedulerConfig
 from cardcage.core.types import EMBEDDED_MODEL, KVCapacity, ModelInfo
 
 Progress = Callable[[str, int, int], None]
+logger = logging.getLogger(__name__)
 # Kinds whose config table has `use` and `prefer`; other kinds are chosen by need or by name.
 _TABLES = {
     "attention": "attention",
@@ -56,6 +66,7 @@ class EngineParts:
     explain: dict[str, Any]
 
     def close(self) -> None:
+        self.host.hooks.call("cardcage_engine_stopping", reason="the engine was closed")
         self.engine.close()
         self.host.close()
 
@@ -75,10 +86,12 @@ class Host:
         self.config = config
         self._tree = config.as_dict()
         self.registry = registry or Registry.discover(Policy.from_config(self._tree["plugins"]))
+        self.hooks = active_host(self.registry)
         self.hardware: c.Hardware | None = None
         self.data_dir = Path(self._tree["data_dir"]) if self._tree["data_dir"] else data_dir()
         self._memo: dict[tuple[str, c.Need, str], Decision] = {}
         self._built: list[Any] = []
+        self._role: str | None = None
 
     def context(self, kind: str, name: str, extras: Mapping[str, Any]) -> c.PluginContext:
         """The frozen context that a plugin's `build` receives."""
@@ -125,18 +138,46 @@ class Host:
         """Choose the platform, apply its defaults (with their reasons) and its constraints."""
         if self.hardware is None:
             hardware: c.Hardware = self.resolve("hardware", c.HardwareNeed())
-            patches = [
+            self._patch(
                 (path, default.value, f"{hardware.name}: {default.reason}")
                 for path, default in hardware.defaults(self._tree).items()
-            ]
-            self.config = self.config.with_patches(patches)
-            self._tree = self.config.as_dict()
+            )
             broken = hardware.constraints(self._tree)
             if broken:
                 lines = [f"{v.path}: {v.reason}{f'; {v.fix}' if v.fix else ''}" for v in broken]
                 raise ConfigError(f"{hardware.name} cannot run this config: " + " | ".join(lines))
             self.hardware = hardware
         return self.hardware
+
+    def prepare(self, role: str) -> None:
+        """What hook plugins have a say in before anything is built: defaults, then checks."""
+        self.hooks.call("cardcage_process_start", role=role, ctx=self._process_context(role))
+        self._role = role
+        self._patch(self.hooks.call("cardcage_config_defaults", draft=self._view()))
+        problems = self.hooks.call("cardcage_config_check", config=self._view())
+        found = [f"{p.path}: {p.text}" for p in problems if p.level == "error"]
+        if found:
+            raise ConfigError("a plugin refuses this config: " + " | ".join(found))
+        for problem in problems:
+            logger.warning("%s: %s", problem.path, problem.text)
+        for text in self.registry.warnings() + self.registry.table_warnings(self._tree["plugin"]):
+            logger.warning("%s", text)
+
+    def _patch(self, patches: Iterable[Any]) -> None:
+        self.config = self.config.with_patches(patches)
+        self._tree = self.config.as_dict()
+
+    def _view(self) -> ConfigView:
+        paths = frozenset(path for path in _leaves(self._tree) if self.config.is_set(path))
+        return ConfigView(copy.deepcopy(self._tree), paths)
+
+    def _process_context(self, role: str) -> ProcessContext:
+        return ProcessContext(logging.getLogger(f"cardcage.{role}"), self._tree)
+
+    def plan(self) -> Plan:
+        """Every choice made so far, as the plan that hooks read."""
+        slots = {f"{kind}.{i}": d for i, ((kind, _, _), d) in enumerate(self._memo.items())}
+        return Plan.make(slots)
 
     def open_source(self, ref: str, progress: Progress | None = None) -> c.ModelSource:
         """Resolve a model reference with the loader that recognises it best."""
@@ -194,6 +235,18 @@ class Host:
             close = getattr(self._built.pop(), "close", None)
             if close is not None:
                 close()
+        if self._role is not None:
+            role, self._role = self._role, None
+            self.hooks.call("cardcage_process_stop", role=role, ctx=self._process_context(role))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths of all values that are not tables themselves."""
+    found: list[str] = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found += _leaves(value, path + ".") if isinstance(value, dict) and value else [path]
+    return found
 
 
 def model_info(
@@ -244,6 +297,7 @@ def build_engine(
 
 
 def _build(host: Host, progress: Progress | None) -> EngineParts:
+    host.prepare("core")
     hardware = host.choose_hardware()
     tree = host.config.as_dict()
     _refuse_unbuilt(tree)
@@ -268,6 +322,7 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
         "plugins": host.explain(),
         "executor": executor.explain(),
     }
+    _tell_hooks(host, source, capacity, explain)
     return EngineParts(
         engine=Engine(scheduler, executor, time.monotonic),
         source=source,
@@ -277,6 +332,24 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
         capacity=capacity,
         explain=explain,
     )
+
+
+def _tell_hooks(
+    host: Host, source: c.ModelSource, capacity: KVCapacity, explain: dict[str, Any]
+) -> None:
+    host.hooks.call("cardcage_plan_resolved", plan=host.plan())
+    assert host.hardware is not None
+    loaded = LoadedModel(
+        name=source.name or source.ref,
+        ref=source.ref,
+        revision=source.revision,
+        architecture=source.config["architectures"][0],
+        dtype=str(explain["executor"].get("dtype", "")),
+        device=host.hardware.device_type,
+    )
+    host.hooks.call("cardcage_model_loaded", info=loaded)
+    facts = EngineFacts(loaded, capacity.max_model_len, capacity.pool_bytes, explain)
+    host.hooks.call("cardcage_engine_ready", info=facts)
 
 
 def model_reference(tree: Mapping[str, Any]) -> str:

@@ -167,13 +167,15 @@ def _between(
     low_open: bool = False,
 ) -> None:
     kinds: tuple[type, ...] = (int,) if integer else (int, float)
+    checked: Any = value  # keeps its type past the isinstance below
     if isinstance(value, bool) or not isinstance(value, kinds):
         what = "an integer" if integer else "a number"
         raise InvalidRequest(f"{name} must be {what}, got {str(value)[:80]!r}", name)
-    if math.isnan(value) or value < low or value > high or (low_open and value == low):
+    number: float = checked
+    if math.isnan(number) or number < low or number > high or (low_open and number == low):
         left = "(" if low_open else "["
         raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", name)
-    if math.isinf(value):
+    if math.isinf(number):
         raise InvalidRequest(f"{name} must be finite, got {value}", name)
 
 
