@@ -177,7 +177,7 @@ class PluginContext:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---- hardware ---------------------------------------------------------------------------------
+# ---- hardware --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class Hardware(Protocol):
     def close(self) -> None: ...
 
 
-# ---- attention --------------------------------------------------------------------------------
+# ---- attention -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,13 +363,20 @@ class AttentionBackend(Protocol):
     def plan(self, meta: StepMeta) -> Any:
         """Once per step and KV group, before the layers. May not synchronise with the device."""
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, ...],
-              plan: Any) -> None:
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: Any
+    ) -> None:
         """Store k [T, K, D] and v [T, K, Dv] (after RoPE) at the plan's slot_mapping."""
 
-    def forward(self, q: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: Any,
-                out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-                lse: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        plan: Any,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q [T, H, D] -> [T, H, Dv], reading every key from the cache (write comes first).
 
         `lse` float32 [H, T], natural log, is filled when given. Masks by position before using
@@ -377,7 +384,7 @@ class AttentionBackend(Protocol):
         """
 
 
-# ---- linear kernels and quantizers --------------------------------------------------------------
+# ---- linear kernels and quantizers -------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -478,14 +485,19 @@ class Quantizer(Protocol):
     def slots(self, desc: LinearDesc, index: Mapping[str, TensorMeta]) -> tuple[str, ...]:
         """Names of the checkpoint tensors that make up this weight (all required)."""
 
-    def record(self, desc: LinearDesc, tensors: Mapping[str, torch.Tensor],
-               index: Mapping[str, TensorMeta], dtype: torch.dtype) -> QuantTensor:
+    def record(
+        self,
+        desc: LinearDesc,
+        tensors: Mapping[str, torch.Tensor],
+        index: Mapping[str, TensorMeta],
+        dtype: torch.dtype,
+    ) -> QuantTensor:
         """The canonical record from the tensors that `slots` named, still on the host.
 
         `dtype` is the model's compute dtype: an unquantized weight is cast to it here."""
 
 
-# ---- loaders and tokenizers ---------------------------------------------------------------------
+# ---- loaders and tokenizers --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,8 +561,9 @@ class ModelSource:
 class Loader(Protocol):
     """Built after `recognise` (a method of the declaration, which may stat files) won."""
 
-    def open(self, ref: str, progress: Callable[[str, int, int], None] | None = None
-             ) -> ModelSource:
+    def open(
+        self, ref: str, progress: Callable[[str, int, int], None] | None = None
+    ) -> ModelSource:
         """Fetch what is missing (with progress(what, done, total)), verify, read headers."""
 
 
@@ -589,7 +602,7 @@ class Tokenizer(Protocol):
         """bos_token, eos_token, ... as text, for chat templates."""
 
 
-# ---- models and blocks --------------------------------------------------------------------------
+# ---- models and blocks -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,7 +636,7 @@ class BlockPlugin(Protocol):
     def make(self, node: Any, ctx: Any) -> Any: ...
 
 
-# ---- cache kinds --------------------------------------------------------------------------------
+# ---- cache kinds -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -658,7 +671,7 @@ class KVKind(Protocol):
     def cacheable(self) -> bool: ...
 
 
-# ---- executors ----------------------------------------------------------------------------------
+# ---- executors ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -686,8 +699,9 @@ class Executor(Protocol):
 
     max_in_flight: int
 
-    def load(self, source: ModelSource,
-             progress: Callable[[str, int, int], None] | None = None) -> KVCapacity: ...
+    def load(
+        self, source: ModelSource, progress: Callable[[str, int, int], None] | None = None
+    ) -> KVCapacity: ...
     def execute(self, plan: StepPlan) -> StepTicket:
         """Never blocks on the device. Plans are executed in the order given."""
 
@@ -700,7 +714,7 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-# ---- sampling (logits plugins) --------------------------------------------------------------------
+# ---- sampling (logits plugins) -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -739,7 +753,7 @@ class LogitsPlugin(Protocol):
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None: ...
 
 
-# ---- frontends ----------------------------------------------------------------------------------
+# ---- frontends ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -831,7 +845,7 @@ class Frontend(Protocol):
     def close(self) -> None: ...
 
 
-# ---- KV tiers and speculators (the slots; cards arrive with their own issue) ----------------------
+# ---- KV tiers and speculators (the slots; cards arrive with their own issue) ---------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -898,7 +912,7 @@ class Speculator(Protocol):
     def propose(self, ctx: Any) -> Any: ...
 
 
-# ---- metrics sinks, grammars, parsers, hooks ------------------------------------------------------
+# ---- metrics sinks, grammars, parsers, hooks -----------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

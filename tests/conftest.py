@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,8 @@ def reference_cases() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No config variable of the developer's shell reaches a test."""
     for name in list(os.environ):
         if name.startswith("CARDCAGE_") and name not in {"CARDCAGE_TEST_GGUF", "CARDCAGE_HOME"}:
             monkeypatch.delenv(name)
-    yield

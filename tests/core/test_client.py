@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.support.fake_engine import ByteTokenizer, make_info, make_parts
 
 from cardcage.core.client import AsyncEngine, Stream
 from cardcage.core.engine_loop import InlineLink
@@ -21,6 +20,7 @@ from cardcage.core.errors import (
 )
 from cardcage.core.text.intake import Limits, salt_key
 from cardcage.core.types import GenRequest, SamplingParams, TextDelta
+from tests.support.fake_engine import ByteTokenizer, make_info, make_parts
 
 TOKENS = ByteTokenizer()
 
