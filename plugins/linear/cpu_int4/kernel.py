@@ -37,10 +37,10 @@ from cardcage.core.contracts import DeviceFacts, QuantTensor
 from cardcage.plugins.linear.dequant_matmul.kernel import decode_to
 
 GROUP = 32
-# Most rows that run packed. Measured with 2 threads on the shapes of a 135M model: with BF16
-# instructions (Zen 4, 2026-11) the packed product wins 2.4 times at one row and loses 1.3 times
-# at 16; without (Xeon 2.8 GHz AVX-512, 2026-12) it beats float32 up to about 40 rows. Tile
-# instructions make dense products cheap earlier still.
+# Most rows that run packed. Measured with 2 threads on the shapes of a 135M model. BF16
+# instructions (Zen 4, 2026-11): packed wins 2.4 times at one row, loses 1.3 times at 16. Tiles too
+# (Sapphire Rapids class Xeon, 2026-12): packed wins 2 times at one row, is even at 4, loses 2
+# times at 8. Neither (Xeon 2.8 GHz with AVX-512, 2026-12): packed beats float32 up to about 40.
 _ROWS_AMX, _ROWS_BF16, _ROWS_PLAIN = 4, 8, 32
 _DENSE_SHARE = 256
 # Rows whose codes are widened to int32 at once; torch packs 64 rows together, so pieces that are

@@ -146,3 +146,17 @@ def test_a_model_loads_and_stays_finite(tmp_path: Path, architecture: str) -> No
     assert logits.std() > 0.1
     again = Host(desc, open_ref(f"dummy:{tmp_path}").open_weights())
     assert torch.equal(again.prefill([1, 2, 3, 4, 5]), logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_makes_the_same_weights(dtype: torch.dtype) -> None:
+    made = []
+    for device in ("cpu", "cuda"):
+        source = DummyWeights(5)
+        source.expect({"a.weight": (300, 1000)}, torch.device(device), dtype)
+        tensor = source.read("a.weight")
+        assert tensor.device.type == device
+        made.append(tensor.cpu())
+    assert torch.equal(made[0], made[1])

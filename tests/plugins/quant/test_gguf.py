@@ -133,3 +133,23 @@ def test_refusals() -> None:
     index = {"w.weight": TensorMeta((4, 32), "packed", 72, "gguf:q4_1")}
     with pytest.raises(CheckpointError, match=r"needs uint8 \[4, 20\]"):
         quantizer.record(desc, tensors, index, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("encoding", sorted(CODECS))
+def test_a_gpu_decodes_the_same_bits_inside_a_graph(encoding: str) -> None:
+    size = CODECS[encoding].nbytes
+    packed = torch.randint(0, 64, (32, 2 * size), dtype=torch.uint8)
+    host = record(encoding, packed)
+    device = record(encoding, packed.cuda())
+    ids = torch.tensor([3, 31, 0], device="cuda")
+    want = host.decode(host)
+    torch.testing.assert_close(device.decode(device).cpu(), want, atol=0, rtol=0, equal_nan=True)
+    device.decode_rows(device, ids)  # makes the constant tables
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = device.decode_rows(device, ids)
+    ids.copy_(torch.tensor([1, 2, 30]))
+    graph.replay()
+    torch.testing.assert_close(rows.cpu(), want[[1, 2, 30]], atol=0, rtol=0, equal_nan=True)
