@@ -54,6 +54,11 @@ class HubLoader:
             raise
         except Exception as error:
             raise ModelError(_explain(ref, error)) from error
+        if not (Path(folder) / "config.json").is_file():
+            raise ModelError(
+                f"{ref}: the repository has no config.json; if it holds GGUF files, name one as "
+                f"{repo}:file.gguf"
+            )
         return open_folder(Path(folder), ref, name=repo)
 
 

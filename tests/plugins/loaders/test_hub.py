@@ -135,8 +135,10 @@ def test_failures_are_one_sentence(
 def test_a_broken_repository_keeps_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
     install(monkeypatch, tmp_path)
+    with pytest.raises(ModelError, match=r"org/name:file\.gguf"):
+        open_ref("org/name")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="safetensors"):
         open_ref("org/name")
 
