@@ -145,7 +145,9 @@ def test_health_while_starting_then_the_banner_and_its_curl_line() -> None:
         starting = web.get("/health")
         assert starting.status_code == 503
         assert "loading weights (25%)" in starting.json()["error"]["message"]
+        end = time.monotonic() + 20
         while web.get("/health").status_code != 200:
+            assert time.monotonic() < end
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
@@ -161,6 +163,7 @@ def test_the_curl_line_works() -> None:
         lines = []
         while not lines or not lines[-1].lstrip().startswith("-d"):
             lines.append(process.stdout.readline())
+            assert lines[-1], "the server ended without its banner"
         command = "".join(lines[-2:]).replace("\\\n", " ")
         answer = subprocess.run(
             command, shell=True, capture_output=True, text=True, timeout=20, check=False
@@ -175,15 +178,17 @@ def test_sigterm_lets_ten_streams_finish() -> None:
     with serving(step_s=0.02) as (process, web):
 
         def ask() -> None:
-            body = {"prompt": "x", "max_tokens": 60, "stream": True, "temperature": 0}
+            body = {"prompt": "x", "max_tokens": 200, "stream": True, "temperature": 0}
             answers.append(web.post("/v1/completions", json=body).text)
 
         threads = [threading.Thread(target=ask) for _ in range(10)]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + 20
         while 'num_requests_running{engine="0",model_name="fake"} 10.0' not in (
             web.get("/metrics").text
         ):
+            assert time.monotonic() < end
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)

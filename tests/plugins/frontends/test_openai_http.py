@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -591,6 +592,13 @@ def raw_post(server: LiveServer, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
 def test_two_hundred_cancelled_streams_leave_nothing() -> None:
     with LiveServer(step_s=0.001, num_blocks=16, max_seqs=16) as live:
         before = live.tasks()
@@ -613,11 +621,7 @@ def test_two_hundred_cancelled_streams_leave_nothing() -> None:
                     connection.recv(200)
                 connection.close()
         live.wait_settled(5)
-        for _ in range(100):
-            if live.tasks() == before:
-                break
-            threading.Event().wait(0.02)
-        assert live.tasks() == before
+        wait_for(lambda: live.tasks() == before)
         assert live.web.get("/load").json() == {"server_load": 0}
         assert live.web.post("/v1/chat/completions", json=CHAT).status_code == 200
 
@@ -635,9 +639,11 @@ def test_a_slow_reader_blocks_nobody() -> None:
 
 def test_a_queue_that_is_full_is_503_before_the_stream_starts() -> None:
     with LiveServer(step_s=0.02, max_seqs=1, max_queue=1) as live:
-        held = [raw_post(live, {**CHAT, "max_tokens": 200, "stream": True}) for _ in range(2)]
-        while len(live.engine.seen) < 2:
-            threading.Event().wait(0.01)
+        held = []
+        for count in (1, 2):  # one runs, one waits
+            held.append(raw_post(live, {**CHAT, "max_tokens": 200, "stream": True}))
+            wait_for(lambda: live.engine.free_blocks < live.engine.num_blocks)
+            wait_for(lambda count=count: len(live.engine.seen) == count)
         response = live.web.post("/v1/chat/completions", json={**CHAT, "stream": True})
         assert response.status_code == 503
         assert response.headers["retry-after"] == "2"
@@ -658,3 +664,49 @@ def test_an_engine_that_dies_ends_streams_with_an_error_event() -> None:
         assert "told to fail" not in error["message"]
         assert live.web.get("/health").status_code == 503
         assert live.web.post("/v1/chat/completions", json=CHAT).status_code == 500
+
+
+def test_keep_alive_comments_fill_silence() -> None:
+    with LiveServer(options={"sse_keep_alive_s": 0.03}, step_s=0.2) as live:
+        body = {**CHAT, "stream": True, "max_tokens": 3, "temperature": 0}
+        text = live.web.post("/v1/chat/completions", json=body).text
+        assert text.count(": keep-alive\n\n") >= 3
+        assert text.endswith("data: [DONE]\n\n")
+        plain = live.web.post("/v1/chat/completions", json={**body, "stream": False}).json()
+        shown = [
+            json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+            for line in text.split("\n\n")
+            if line.startswith("data: {")
+        ]
+        assert "".join(shown) == plain["choices"][0]["message"]["content"]
+
+
+def test_a_client_that_reads_nothing_is_aborted() -> None:
+    import asyncio
+
+    from cardcage.plugins.frontends.openai_http.sse import EventStream
+
+    cancelled: list[bool] = []
+
+    class Endless:
+        def cancel(self) -> None:
+            cancelled.append(True)
+
+    async def forever() -> Any:
+        while True:
+            yield b"data: x\n\n"
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        stream: Any = Endless()
+        answer = EventStream(forever(), [stream], "id", write_timeout_s=0.05)
+        await asyncio.wait_for(answer({}, receive, send), 2)
+
+    asyncio.run(main())
+    assert cancelled
