@@ -1,7 +1,7 @@
 """Keep the docs true: generated pages are current, versions agree, links lead somewhere.
 
-    check_docs.py            report what is wrong, exit 1 if anything is
-    check_docs.py --write    write the generated pages
+check_docs.py            report what is wrong, exit 1 if anything is
+check_docs.py --write    write the generated pages
 """
 
 from __future__ import annotations

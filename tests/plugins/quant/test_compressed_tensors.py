@@ -24,8 +24,9 @@ INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, 
 TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 
 
-def config(weights: dict[str, Any], format_: str, acts: dict[str, Any] | None = None,
-           **more: Any) -> dict[str, Any]:
+def config(
+    weights: dict[str, Any], format_: str, acts: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     group = {
         "targets": ["Linear"], "weights": copy.deepcopy(weights), "input_activations": acts,
         "output_activations": None,
@@ -70,8 +71,15 @@ def test_goldens() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("bits", "n", "k", "group"),
-    [(4, 12, 96, 32), (4, 5, 52, -1), (8, 6, 64, 16), (8, 5, 30, -1), (4, 9, 80, 32),
-     (3, 5, 70, 32), (2, 7, 40, 16)],
+    [
+        (4, 12, 96, 32),
+        (4, 5, 52, -1),
+        (8, 6, 64, 16),
+        (8, 5, 30, -1),
+        (4, 9, 80, 32),
+        (3, 5, 70, 32),
+        (2, 7, 40, 16),
+    ],
 )
 def test_packed(bits: int, n: int, k: int, group: int, symmetric: bool) -> None:
     """Also with N and K that do not fill words, and a last group that is not full."""
@@ -190,9 +198,7 @@ def test_static_inputs() -> None:
     acts = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
     got = q.record(build(INT8, "int-quantized", acts), tensors, "a", 6, 20)
     assert got.encoding == "int8:row/static"
-    got = q.record(
-        build(INT8, "int-quantized", acts | {"symmetric": False}), tensors, "a", 6, 20
-    )
+    got = q.record(build(INT8, "int-quantized", acts | {"symmetric": False}), tensors, "a", 6, 20)
     assert got.encoding == "int8:row/static_asym"
     assert got.parts["input_zero"].tolist() == [[3]] * 6
 
@@ -344,7 +350,5 @@ def test_packers_of_the_package(bits: int) -> None:
     ours = q.to_torch(q.ct_tensors(codes, zero, scale, bits), "a")
     packed = helpers.pack_to_int32(torch.from_numpy(codes - half).to(torch.int8), bits)
     assert torch.equal(packed, ours["a.weight_packed"])
-    points = helpers.pack_to_int32(
-        torch.from_numpy(zero - half).to(torch.int8), bits, packed_dim=0
-    )
+    points = helpers.pack_to_int32(torch.from_numpy(zero - half).to(torch.int8), bits, packed_dim=0)
     assert torch.equal(points, ours["a.weight_zero_point"])
