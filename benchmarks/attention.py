@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py --json out.json          decode and prefill tables
     python benchmarks/attention.py --tune --json tune.json  tries launch shapes, prints the best
+    python benchmarks/attention.py --tune --quick           near the rows in use only (2-3 minutes)
 
 Each case runs the layers of a model one after the other in a CUDA graph, every layer with a cache
 of its own inside one block pool (block ids shuffled), so that no case is served from L2 and the
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -398,7 +399,9 @@ class Tuner:
         return sorted(results, key=lambda pair: pair[0])
 
 
-def tune_decode(block_size: int, budget_s: float) -> tuple[list[str], list[dict[str, Any]]]:
+def tune_decode(
+    block_size: int, budget_s: float, quick: bool
+) -> tuple[list[str], list[dict[str, Any]]]:
     tuner = Tuner(budget_s)
 
     def cases(names: Iterable[str]) -> list[Case]:
@@ -415,14 +418,19 @@ def tune_decode(block_size: int, budget_s: float) -> tuple[list[str], list[dict[
         for block_n, warps, stages in itertools.product((64, 32, 128), (4, 2, 8), (3, 4, 2, 5))
         if block_n * stages <= 384
     ]
-    print("decode: kernel shapes on llama-3.1-8b", flush=True)
-    ranked = tuner.rank(cases(["llama-3.1-8b"]), grid)
-    finals = []
-    for _, best in ranked[:3]:
-        assert isinstance(best, DecodeConfig)
-        for waves, keys in itertools.product((2, 4, 8, 16), (128, 256, 512)):
-            least = max(1, keys // best.block_n)
-            finals.append(DecodeConfig(best.block_n, best.num_warps, best.num_stages, waves, least))
+    if quick:  # the row in use and its neighbours: how the keys are split matters most
+        now = Backend(make_need("llama-3.1-8b", block_size), num_sms=num_sms()).decode
+        shapes = [replace(now, num_stages=stages) for stages in (now.num_stages, 3)]
+        splits = itertools.product((2, 3, 4, 6, 8), (256, 512, 1024))
+    else:
+        print("decode: kernel shapes on llama-3.1-8b", flush=True)
+        ranked = tuner.rank(cases(["llama-3.1-8b"]), grid)
+        shapes = [config for _, config in ranked[:3] if isinstance(config, DecodeConfig)]
+        splits = itertools.product((2, 4, 8, 16), (128, 256, 512))
+    finals = [
+        replace(shape, waves=waves, min_tiles=max(1, keys // shape.block_n))
+        for shape, (waves, keys) in itertools.product(shapes, list(splits))
+    ]
     print("decode: split on all shapes", flush=True)
     tuner.stop = time.monotonic() + budget_s
     ranked = tuner.rank(cases(SHAPES), finals)
@@ -431,7 +439,9 @@ def tune_decode(block_size: int, budget_s: float) -> tuple[list[str], list[dict[
     ], tuner.log
 
 
-def tune_prefill(block_size: int, budget_s: float) -> tuple[list[str], list[dict[str, Any]]]:
+def tune_prefill(
+    block_size: int, budget_s: float, quick: bool
+) -> tuple[list[str], list[dict[str, Any]]]:
     tuner = Tuner(budget_s)
 
     def cases(names: Iterable[str]) -> list[Case]:
@@ -448,11 +458,13 @@ def tune_prefill(block_size: int, budget_s: float) -> tuple[list[str], list[dict
         for (m, n, warps), stages in itertools.product(tiles, (3, 2, 4))
         for tma in ((False, True) if block_size % n == 0 else (False,))
     ]
-    print("prefill: tiles on llama-3.1-8b", flush=True)
-    ranked = tuner.rank(cases(["llama-3.1-8b"]), grid)
+    best = [c for c in grid if c.block_m == 128 and c.num_warps == 8 and c.num_stages < 4]
+    if not quick:
+        print("prefill: tiles on llama-3.1-8b", flush=True)
+        best = [c for _, c in tuner.rank(cases(["llama-3.1-8b"]), grid)[:5]]  # type: ignore[misc]
     print("prefill: best tiles on all shapes", flush=True)
     tuner.stop = time.monotonic() + budget_s
-    ranked = tuner.rank(cases(SHAPES), [config for _, config in ranked[:5]])
+    ranked = tuner.rank(cases(SHAPES), best)
     return [
         f"        256: {config},  # score {score:.4f}" for score, config in ranked[:5]
     ], tuner.log
@@ -462,6 +474,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--tune", action="store_true", help="try launch shapes instead")
+    parser.add_argument("--quick", action="store_true", help="tune near the rows in use only")
     parser.add_argument("--only", choices=["decode", "prefill"], help="one table or one tuning")
     parser.add_argument("--shape", choices=sorted(SHAPES), action="append")
     parser.add_argument("--block-size", type=int, action="append", help="default 16 and 64")
@@ -484,7 +497,7 @@ def main() -> None:
                 continue
             if args.tune:
                 tune = tune_decode if kind == "decode" else tune_prefill
-                best, log = tune(size, args.budget_s)
+                best, log = tune(size, args.budget_s, args.quick)
                 result[f"tune_{kind}_{size}"] = {"best": best, "log": log}
                 print(f"# {kind}, block size {size}, key bytes 256, {result['device']}")
                 print("\n".join(best), flush=True)
