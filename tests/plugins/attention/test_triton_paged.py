@@ -93,8 +93,7 @@ class TestTritonPaged(AttentionSuite):
         with pytest.raises(ValueError, match=r"q must be \[T, 4, 16\]"):
             h.backend.forward(q, h.cache, plan)
 
-    @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("window", [0, 37])
+    @pytest.mark.parametrize(("seed", "window"), [(0, 0), (1, 37), (2, 0), (2, 37), (3, 37)])
     def test_work_items_cover_every_tile_once(self, seed: int, window: int) -> None:
         """The device's list against a plain Python one, for ragged and empty requests."""
         from cardcage.plugins.attention.triton_paged.reference import decode_items, prefill_items
