@@ -430,7 +430,11 @@ class LinearNeed(Need):
 
 
 class LinearKernel(Protocol):
-    """Runs y = x W^T + b. Built once per distinct need, `prepare`d once per weight."""
+    """Runs y = x W^T + b. Built once per distinct need, `prepare`d once per weight.
+
+    Optional: `run_wide(handle, x) -> float32 [T, N]`, the product (no bias) without rounding it
+    to x's dtype. The head uses it; without it, its logits are rounded.
+    """
 
     layout_id: str
 
@@ -676,6 +680,8 @@ class KVKind(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorCaps(Caps):
+    """features: drafts (verifies the drafts that plans carry)."""
+
     device_type: Any = None
     features: frozenset[str] = frozenset()
 
@@ -845,7 +851,7 @@ class Frontend(Protocol):
     def close(self) -> None: ...
 
 
-# ---- KV tiers and speculators (the slots; cards arrive with their own issue) ---------------------
+# ---- KV tiers and speculators --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -890,6 +896,12 @@ class KVTier(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorCaps(Caps):
+    """dist: how drafts are distributed given the history; only "one_hot" (a fixed guess) runs now.
+
+    max_drafts: a constraint on drafts per request and step. needs_hidden: it reads hidden states
+    of the target model, which no executor hands out yet.
+    """
+
     dist: str = "one_hot"
     needs_hidden: bool = False
     max_drafts: Any = None
@@ -904,12 +916,41 @@ class SpeculatorNeed(Need):
     features: frozenset[str] = frozenset()
 
 
-class Speculator(Protocol):
-    """Proposes drafts. Verification, budgets and metrics belong to the core."""
+@dataclass(frozen=True, slots=True)
+class DraftAsk:
+    """A request that may have drafts in the step being planned.
 
-    def on_admit(self, slot: int, prompt_ids: Sequence[int]) -> None: ...
-    def on_release(self, slot: int) -> None: ...
-    def propose(self, ctx: Any) -> Any: ...
+    `token_ids` are its prompt and the outputs so far, all of them verified. It is the engine's
+    own list: read it during the call, never change it. At least one draft is welcome, at most
+    `max_drafts`.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    max_drafts: int
+
+
+class Speculator(Protocol):
+    """Proposes drafts, on the host, between two steps. `build` finds `vocab_size` and
+    `max_model_len` in the context's extras.
+
+    Verification, budgets and metrics belong to the core: a wrong draft costs time and changes no
+    text. All calls come from the engine's thread and should take microseconds. A call that
+    raises, or that returns something other than it says, is handled as `speculator.on_error`
+    says: drafting ends for the rest of the run, or the engine does.
+    """
+
+    def on_admit(self, slot: int, token_ids: Sequence[int], prompt_len: int) -> None:
+        """A request took a slot: new, or resumed with the outputs it had.
+
+        `token_ids` is the list that later `DraftAsk`s of the slot hand out, and it grows.
+        """
+
+    def on_release(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The request left the slot (finished, aborted or preempted) with these tokens."""
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Sequence[int]]:
+        """Per ask the token ids expected next, best guess first; empty for none."""
 
 
 # ---- metrics sinks, grammars, parsers, hooks -----------------------------------------------------

@@ -93,6 +93,8 @@ class Engine:
 
     def _submit(self, plan: StepPlan) -> bool:
         try:
+            if self.scheduler.fatal is not None:
+                raise self.scheduler.fatal
             self._in_flight.append(self.executor.execute(plan))
         except Exception as error:
             # Whatever was raised, the device may have applied half of the plan.

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cardcage.core.contracts import KVKind
-from cardcage.core.errors import ContextTooLong, InvalidRequest
+from cardcage.core.contracts import DraftAsk, KVKind
+from cardcage.core.drafting import Drafter
+from cardcage.core.errors import ContextTooLong, EngineDead, InvalidRequest
 from cardcage.core.kv_manager import KVManager
 from cardcage.core.outputs import Committed, append_tokens, collect_prompt_logprobs, stop_tokens
 from cardcage.core.request_queue import BY_KEY, RequestQueue
@@ -52,7 +53,8 @@ class Scheduler:
         kinds: the rules of each KV group, in the order of `capacity.groups`.
         clock: monotonic seconds.
         constraints: plugins that may shorten a row.
-        draft_budget: how many drafts a decoding request may have verified; None for none.
+        draft_budget: how many drafts of its own the executor may verify for a decoding request.
+        drafter: proposes drafts on the host; plans then carry them.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Scheduler:
         clock: Callable[[], float],
         constraints: Sequence[Constraint] = (),
         draft_budget: Callable[[Request], int] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config, self.capacity = config, capacity
         self.constraints, self.draft_budget = tuple(constraints), draft_budget
+        self.drafter = drafter
         self.max_model_len = min(config.max_model_len, capacity.max_model_len)
         self.max_running = min(
             config.max_num_seqs, capacity.max_slots, config.max_num_batched_tokens
@@ -230,6 +234,8 @@ class Scheduler:
         del self.running[bisect_left(self.running, state.key, key=BY_KEY)]
         self._tenants[state.slot] = None
         self.table.epoch[state.slot] = 0
+        if self.drafter is not None:
+            self.drafter.release(state.slot, state.tokens)
         self._releases.append(state.slot)
         self._free_slots.append(state.slot)
         state.slot, self._order = -1, None
@@ -242,6 +248,8 @@ class Scheduler:
         self._wake_due(now)
         if self.pause is Pause.ALL or not (self.running or self.waiting):
             return None
+        if self.outstanding and self.drafter is not None and self.drafter.drafting:
+            return None  # drafts follow the last token, which is still on its way
         starts, lacking = self._demand()
         order = self._slots_in_order()
         counts = lacking[order]
@@ -283,8 +291,24 @@ class Scheduler:
     def _plan_decodes(self, draft: PlanDraft, slots: Ints, crowded: bool) -> None:
         """Rows of one token first: all of them fit, because max_running is within the budget."""
         draft.slots, draft.drafts = slots, np.zeros(len(slots), np.int64)
-        if self.draft_budget is not None or self.constraints:
-            self._fit_decodes(draft, draft.left // 2 if crowded else draft.left)
+        drafter = self.drafter
+        drafting = drafter is not None and drafter.drafting and not self.outstanding
+        if self.draft_budget is not None or self.constraints or drafting:
+            left = draft.left // 2 if crowded else draft.left
+            if drafter is not None and drafting:
+                draft.draft_ids = drafter.propose(self._asks(draft), len(slots), left)
+            self._fit_decodes(draft, left)
+        wants = self._uncovered(draft)
+        if wants and not self._reserve(draft, wants):
+            if draft.draft_ids:  # nobody is preempted for a guess
+                draft.draft_ids, draft.drafts = {}, np.zeros_like(draft.drafts)
+                wants = self._uncovered(draft)
+            for state, end in wants:
+                if state.slot >= 0:  # else preempted for a row before it
+                    self._reserve_or_preempt(draft, state, end)
+
+    def _uncovered(self, draft: PlanDraft) -> list[tuple[RequestState, int]]:
+        """Decode rows that end beyond the blocks of their request, and where they end."""
         ends = draft.starts[draft.slots] + draft.drafts + 1
         short = ends > self.table.covered[draft.slots]
         wants: list[tuple[RequestState, int]] = []
@@ -292,26 +316,42 @@ class Scheduler:
             state = self._tenants[slot]
             assert state is not None
             wants.append((state, end))
-        if wants and not self._reserve(draft, wants):
-            for state, end in wants:
-                if state.slot >= 0:  # else preempted for a row before it
-                    self._reserve_or_preempt(draft, state, end)
+        return wants
+
+    def _asks(self, draft: PlanDraft) -> list[DraftAsk]:
+        """What a drafter is asked: every decode row that has sampled before, and its room."""
+        assert self.drafter is not None
+        most, asks = self.drafter.policy.k, []
+        for slot in draft.slots[self.table.sampled[draft.slots]].tolist():
+            state = self._tenants[slot]
+            assert state is not None
+            room = int(self.table.last[slot] - draft.starts[slot]) - 1
+            asks.append(DraftAsk(slot, state.tokens, min(room, most)))
+        return asks
 
     def _fit_decodes(self, draft: PlanDraft, left: int) -> None:
         """Add drafts to rows, `left` in all, and let constraints shorten or skip rows."""
-        slots, counts = [], []
+        found: list[tuple[int, int]] = []
+        ids = draft.draft_ids
         for slot in draft.slots.tolist():
             state, start, drafts = self._tenants[slot], int(draft.starts[slot]), 0
             assert state is not None
-            if self.draft_budget is not None and self.table.sampled[slot]:
+            if slot in ids:
+                drafts = len(ids[slot])
+            elif self.draft_budget is not None and self.table.sampled[slot]:
                 room = int(self.table.last[slot]) - start - 1
                 drafts = max(0, min(self.draft_budget(state.request), left, room))
             drafts = self._limit(state, start, 1 + drafts) - 1
+            if slot in ids:
+                del ids[slot][max(0, drafts) :]
+                if not ids[slot]:
+                    del ids[slot]
             if drafts >= 0:
-                slots.append(slot)
-                counts.append(drafts)
+                found.append((slot, drafts))
                 left -= drafts
-        draft.slots, draft.drafts = np.array(slots, np.int64), np.array(counts, np.int64)
+        found.sort(key=lambda row: row[1] > 0)  # rows of one token first
+        both = np.array(found, np.int64).reshape(-1, 2)
+        draft.slots, draft.drafts = both[:, 0], both[:, 1]
 
     def _limit(self, state: RequestState, start: int, num_tokens: int) -> int:
         for constraint in self.constraints:
@@ -349,6 +389,9 @@ class Scheduler:
         self._releases = []
         self._steps += 1
         self._stats.steps += 1
+        if self.drafter is not None:
+            decodes, drafts = len(draft.slots), int(draft.drafts.sum())
+            self.drafter.planned(plan.step, decodes, drafts, decodes_only=not draft.rows)
         return plan
 
     # ---- memory ---------------------------------------------------------------------------------
@@ -458,6 +501,8 @@ class Scheduler:
         state.slot, state.status = slot, RequestStatus.RUNNING
         self._tenants[slot], self._order = state, None
         insort(self.running, state, key=BY_KEY)
+        if self.drafter is not None:
+            self.drafter.admit(slot, state.tokens, state.prompt_len)
         if state.num_cached is None:
             state.num_cached, state.queued_s = hit, now - state.request.arrival_s
             stats.prompt_tokens += state.prompt_len
@@ -479,9 +524,7 @@ class Scheduler:
         slots, counts, rejected = record.slots[rows], result.counts[rows], result.rejected[rows]
         table.confirmed[slots] += record.num_tokens[rows] - rejected
         table.known[slots] += counts
-        drafts = np.maximum(record.expected[rows] - 1, 0)
-        self._stats.draft_tokens += int(drafts.sum())
-        self._stats.accepted_tokens += int((drafts - rejected).sum())
+        kept = self._grade(slots, np.maximum(record.expected[rows] - 1, 0), rejected)
         committed = self._append(rows, slots, counts, result)
         if result.errors or result.prompt_logprobs or table.scores[slots].any():
             self._settle(committed, record, result)
@@ -499,7 +542,28 @@ class Scheduler:
                     RequestStatus.FAILED if failed else RequestStatus.FINISHED,
                     state.finish_reason,
                 )
+        if self.drafter is not None:
+            self.drafter.finished(record.step, kept, idle=not (self.running or self.waiting))
         return committed
+
+    def _grade(self, slots: Ints, drafts: Ints, rejected: NDArray[np.int32]) -> int:
+        """Count what verification said; how many drafts were kept."""
+        rows = np.flatnonzero(drafts)
+        if not len(rows):
+            return 0
+        stats = self._stats
+        kept = (drafts - rejected)[rows]
+        stats.draft_rows += len(rows)
+        stats.draft_tokens += int(drafts.sum())
+        stats.accepted_tokens += int(kept.sum())
+        by_position = stats.accepted_per_position
+        by_position += [0] * (int(drafts.max()) - len(by_position))
+        for slot, drafted, good in zip(slots[rows].tolist(), drafts[rows].tolist(), kept.tolist()):
+            for position in range(good):
+                by_position[position] += 1
+            if self.drafter is not None:
+                self.drafter.observe(slot, drafted, good)
+        return int(kept.sum())
 
     def _append(
         self, rows: Ints, slots: Ints, counts: NDArray[np.int32], result: StepResult
@@ -544,6 +608,8 @@ class Scheduler:
         The step's other requests are recomputed. `newest`: it was the last one planned.
         """
         record = self.outstanding.pop() if newest else self.outstanding.popleft()
+        if self.drafter is not None:
+            self.drafter.forget_steps()
         slots = record.slots.tolist()
         for row in np.flatnonzero(record.live(self.table)).tolist():
             state = self._tenants[slots[row]]
@@ -556,11 +622,18 @@ class Scheduler:
     def forget_device(self) -> None:
         """The executor lost its slots: drop all tickets and recompute every running request."""
         self.outstanding.clear()
+        if self.drafter is not None:
+            self.drafter.forget_steps()
         for state in list(self.running):
             self._requeue(state)
         self._releases.clear()
 
     # ---- figures --------------------------------------------------------------------------------
+
+    @property
+    def fatal(self) -> EngineDead | None:
+        """A part of planning failed for good, and the engine is to end with it."""
+        return None if self.drafter is None else self.drafter.error
 
     def has_work(self) -> bool:
         """Whether `schedule` may find something to do, now or when a deadline comes."""
@@ -581,4 +654,7 @@ class Scheduler:
         live.num_parked, live.kv_usage = len(self.parked), self.kv.pool.usage
         copy = EngineStats(**{name: getattr(live, name) for name in EngineStats.__slots__})
         copy.finished = dict(live.finished)
+        copy.accepted_per_position = list(live.accepted_per_position)
+        if self.drafter is not None:
+            self.drafter.fill(copy)
         return copy

@@ -86,6 +86,7 @@ class PlanDraft:
     drafts: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     rows: list[PrefillRow] = field(default_factory=list)
     appends: list[tuple[RequestState, int, int, list[int]]] = field(default_factory=list)
+    draft_ids: dict[int, list[int]] = field(default_factory=dict)  # slot -> drafts of the host
     preempted: bool = False
 
     @property
@@ -100,6 +101,7 @@ class PlanDraft:
         self.slots, self.drafts = self.slots[keep], self.drafts[keep]
         self.rows = [row for row in self.rows if row.state is not state]
         self.appends = [item for item in self.appends if item[0] is not state]
+        self.draft_ids.pop(state.slot, None)
         self.preempted = True
 
     def build(
@@ -133,6 +135,7 @@ class PlanDraft:
                 for state, group, first, ids in self.appends
                 if id(state) not in new
             ],
+            drafts=self.draft_ids,
         )
         return plan, record
 

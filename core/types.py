@@ -228,7 +228,8 @@ class StepPlan:
     then rows. Row r runs tokens [starts[r], starts[r] + num_tokens[r]) of slot slots[r];
     `samples[r]` says that the row's last position is sampled. With drafts, num_tokens includes
     them and `num_drafts[r] + 1` positions are sampled. Token ids are not here: they live on the
-    device, where the previous step put them.
+    device, where the previous step put them. Only drafts made on the host travel: `drafts` holds
+    the `num_drafts[r]` ids of a slot, for the positions after the row's last known token.
 
     Arrays are int32 (samples: bool) of length R.
     """
@@ -245,6 +246,7 @@ class StepPlan:
     block_appends: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
     zero_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (group, block ids)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from, to)
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # slot -> its row's drafts
 
     @property
     def num_rows(self) -> int:
@@ -352,6 +354,9 @@ class EngineStats:
     prefix_hits: int = 0  # tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    draft_rows: int = 0  # rows that had drafts; each emitted one token beyond the accepted ones
+    accepted_per_position: list[int] = field(default_factory=list)  # [k]
+    drafter_failures: int = 0  # 1: drafting ended with an error
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
 
 

@@ -147,6 +147,7 @@ class BatchState:
                 fresh[index][group][at : at + len(blocks)] = blocks
             else:
                 runs.append((self._table_base(group, index) + at, np.asarray(blocks, np.int32)))
+        self._drafts(plan, runs)
         deltas.zero_blocks = [(group, list(ids)) for group, ids in plan.zero_blocks]
         deltas.copies = list(plan.copies)
         deltas.arena_size = self._arena.size
@@ -154,6 +155,24 @@ class BatchState:
         _pack(deltas.uploads, "run", runs)
         _pack(deltas.uploads, "arena", arena_runs)
         return deltas
+
+    def _drafts(self, plan: StepPlan, runs: list[tuple[int, Int32]]) -> None:
+        """Drafts made on the host go after the last known token of their row."""
+        if not plan.drafts:
+            return
+        for row in np.flatnonzero(plan.num_drafts).tolist():
+            index, num = int(plan.slots[row]), int(plan.num_drafts[row])
+            ids = plan.drafts.get(index)
+            if ids is None:
+                continue  # drafts that are on the device already
+            end = int(plan.starts[row] + plan.num_tokens[row])
+            if len(ids) != num or end > self.max_model_len:
+                raise ExecutionError(
+                    f"slot {index} has {len(ids)} draft ids for {num} drafts that end at {end}"
+                )
+            # Whatever was guessed, the tables hold legal ids only: a wrong one is rejected.
+            legal = np.clip(np.asarray(ids, np.int64), 0, self.vocab_size - 1).astype(np.int32)
+            runs.append((index * self.width + end - num, legal))
 
     def _table_base(self, group: int, index: int) -> int:
         return self._bases[2 + group] + index * self.table_widths[group]

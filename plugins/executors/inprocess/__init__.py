@@ -13,7 +13,9 @@ class InProcess:
     name: ClassVar[str] = "inprocess"
     api: ClassVar[str] = "executors>=1.0,<2"
     caps: ClassVar[ExecutorCaps] = ExecutorCaps(
-        device_type=frozenset({"cpu", "cuda", "xpu"}), priority=50
+        device_type=frozenset({"cpu", "cuda", "xpu"}),
+        features=frozenset({"drafts"}),
+        priority=50,
     )
     options: ClassVar[None] = None
 

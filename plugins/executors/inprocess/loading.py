@@ -201,7 +201,9 @@ def pool_size(
         num_bytes = min(int(free * kv["utilization"]), seqs * need(max_len))
         why = f"kv.utilization {kv['utilization']} of the host memory that is available"
     else:
-        peak = peak_bytes(model, tokens, seqs, max_len)
+        speculator = ctx.config["speculator"]
+        drafts = int(speculator["k"]) if speculator["use"] else 0
+        peak = peak_bytes(model, tokens, seqs * (1 + drafts), max_len)
         peak += table_bytes(seqs, max_len, groups)
         peak += graph_bytes(seqs, model.desc.vocab_size) if captures else 0
         torch.accelerator.empty_cache()
