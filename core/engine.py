@@ -10,7 +10,8 @@ everyone else is recomputed. One thread, no I/O of its own, the clock is an argu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from cardcage.core.contracts import Executor, StepTicket
 from cardcage.core.errors import EngineDead, ExecutionError
@@ -79,17 +80,33 @@ class Engine:
             EngineDead: the step before this one met it and every request was told.
         """
         self._raise_if_told()
-        while len(self._in_flight) < self._depth:
-            plan = self.scheduler.schedule()
-            if plan is None or not self._submit(plan):
-                break
-        outputs: list[TokenOutput] = []
-        if self._in_flight and (block or self._in_flight[0].done()):
-            result = self._wait(self._in_flight.popleft())
-            if result is not None:
-                committed = self.scheduler.commit(result)
-                outputs = build_outputs(committed, result, self._clock())
-        return outputs + ended_outputs(self.scheduler.drain_ended(), self._clock())
+        with self._whole_or_dead():
+            while len(self._in_flight) < self._depth:
+                plan = self.scheduler.schedule()
+                if plan is None or not self._submit(plan):
+                    break
+            outputs: list[TokenOutput] = []
+            if self._in_flight and (block or self._in_flight[0].done()):
+                result = self._wait(self._in_flight.popleft())
+                if result is not None:
+                    committed = self.scheduler.commit(result)
+                    outputs = build_outputs(committed, result, self._clock())
+            return outputs + ended_outputs(self.scheduler.drain_ended(), self._clock())
+
+    @contextmanager
+    def _whole_or_dead(self) -> Iterator[None]:
+        """A step that is broken off (Ctrl-C, for one) leaves books that nothing can go on with.
+
+        Failures of the device are handled before and never come here.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._dead = EngineDead(f"a step was broken off: {str(error) or type(error).__name__}")
+            self._dead.__cause__ = error
+            self._told_dead = True
+            self._in_flight.clear()
+            raise
 
     def _submit(self, plan: StepPlan) -> bool:
         try:

@@ -8,14 +8,24 @@ Source: class and field names are those of vLLM 0.30's offline API.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cardcage.core.contracts import DeviceFacts, Tokenizer
-from cardcage.core.errors import AdmissionError, ConfigError, ExecutionError, InvalidRequest
+from cardcage.core.errors import (
+    AdmissionError,
+    ConfigError,
+    EngineError,
+    ExecutionError,
+    InvalidRequest,
+)
 from cardcage.core.text.intake import Intake, Prepared
 from cardcage.core.text.logprobs import Logprob, all_candidates, candidates
 from cardcage.core.text.sample import Sample
@@ -28,6 +38,7 @@ from cardcage.core.types import (
     SamplingParams,
     TextDelta,
     TokenLogprob,
+    TokenOutput,
 )
 
 if TYPE_CHECKING:
@@ -135,8 +146,29 @@ class _Job:
         return out
 
 
+class _Run:
+    """What one `generate`, `chat` or `stream` still waits for. Several may be open at once."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, tuple[_Job, Sample]] = {}
+        self.waiting: deque[Request] = deque()
+        self.jobs_done = 0
+        self.error: ExecutionError | None = None
+
+    def add(self, job: _Job) -> None:
+        if not job.prepared.needs_engine:
+            for sample in job.samples:
+                sample.end(FinishReason.LENGTH)
+            return
+        for child, sample in zip(job.prepared.children, job.samples):
+            self.live[child.request_id] = (job, sample)
+            self.waiting.append(child)
+
+
 class LLM:
     """A model ready to generate, in this process.
+
+    Threads may share it: their requests run together, one thread at a time stepping the engine.
 
     Args:
         model: model reference; "" is the embedded model.
@@ -176,6 +208,8 @@ class LLM:
         self._engine = parts.engine
         self._intake = Intake.for_model(parts.info, parts.tokenizer, seed=seed)
         self._next_id = 0
+        self._lock = threading.Lock()  # held for a step
+        self._runs: dict[str, _Run] = {}  # by the id of each request that the engine has
 
     # ---- generating
 
@@ -218,6 +252,10 @@ class LLM:
         Raises:
             InvalidRequest: a message is malformed, or the model has no chat template.
         """
+        if not isinstance(messages, Sequence):
+            raise InvalidRequest(
+                f"messages must be a list, got {type(messages).__name__}", "messages"
+            )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         requests = [
@@ -244,27 +282,28 @@ class LLM:
         prepared = self._intake.prepare(request)
         self._rename(prepared)
         job = _Job(prepared, self._intake)
-        if not prepared.needs_engine:
-            for sample in job.samples:
-                sample.end(FinishReason.LENGTH)
-        live = {c.request_id: (job, s) for c, s in zip(prepared.children, job.samples)}
-        waiting = list(prepared.children) if prepared.needs_engine else []
+        run = _Run()
+        run.add(job)
         try:
-            while waiting or not job.finished:
-                self._step(live, waiting)
+            while run.live:
+                self._step(run)
                 yield from (d for s in job.samples if (d := s.take()) is not None)
             yield from (d for s in job.samples if (d := s.take()) is not None)
         finally:
-            if not job.finished:
-                self._abandon(live)
+            self._abandon(run)
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams | Mapping[str, Any]]:
         if params is None:
             return [{}] * count
-        if isinstance(params, SamplingParams):
+        if isinstance(params, (SamplingParams, Mapping)):
             return [params] * count
+        if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+            raise InvalidRequest(
+                f"params must be a SamplingParams or a list of them, got {type(params).__name__}",
+                "params",
+            )
         if len(params) != count:
             raise InvalidRequest(
                 f"{len(params)} sampling params were given for {count} prompts: give one, or one "
@@ -283,23 +322,18 @@ class LLM:
                 raise type(error)(f"{place}{error}", error.param) from None
             self._rename(prepared)
             jobs.append(_Job(prepared, self._intake))
-        live: dict[str, tuple[_Job, Sample]] = {}
-        waiting: list[Request] = []
+        run = _Run()
         for job in jobs:
-            if not job.prepared.needs_engine:
-                for sample in job.samples:
-                    sample.end(FinishReason.LENGTH)
-                continue
-            for child, sample in zip(job.prepared.children, job.samples):
-                live[child.request_id] = (job, sample)
-                waiting.append(child)
-        bar = _Bar(len(jobs), len(jobs) - len({id(j) for j, _ in live.values()}), use_tqdm)
+            run.add(job)
+        bar = _Bar(len(jobs), len(jobs) - len({id(j) for j, _ in run.live.values()}), use_tqdm)
+        done = 0
         try:
-            self._drive(live, waiting, bar)
-        except BaseException:
-            self._abandon(live)
-            raise
+            while run.live:
+                bar.tokens += self._step(run)
+                bar.advance(run.jobs_done - done)
+                done = run.jobs_done
         finally:
+            self._abandon(run)
             bar.close()
         return [job.output(self._intake) for job in jobs]
 
@@ -311,65 +345,73 @@ class LLM:
         for i, child in enumerate(prepared.children):
             child.request_id = f"{prepared.request_id}-{i}" if many else prepared.request_id
 
-    def _drive(
-        self, live: dict[str, tuple[_Job, Sample]], waiting: list[Request], bar: _Bar
-    ) -> None:
-        """Feed requests as fast as the queue takes them, and step until all are finished."""
-        waiting.reverse()  # taken from the end
-        while live:
-            for job, num_tokens in self._step(live, waiting):
-                bar.tokens += num_tokens
-                if job is not None:
-                    bar.advance()
+    def _step(self, run: _Run) -> int:
+        """Admit what the queue takes, step once, feed every run's samples.
 
-    def _step(
-        self, live: dict[str, tuple[_Job, Sample]], waiting: list[Request]
-    ) -> list[tuple[_Job | None, int]]:
-        """Admit what the queue takes (from the end of `waiting`), step once, feed the samples.
-
-        Returns, per output, the job that it finished (or None) and its number of tokens.
+        Returns the number of tokens. Raises ExecutionError when a request of `run` failed.
         """
-        engine = self._engine
-        while waiting:
-            waiting[-1].arrival_s = time.monotonic()
+        with self._lock, _interrupts_wait():
+            if run.error is None and run.live:  # another thread's step may have ended it
+                self._admit(run)
+                tokens = self._feed(self._engine.step())
+            else:
+                tokens = 0
+        if run.error is not None:
+            raise run.error
+        return tokens
+
+    def _admit(self, run: _Run) -> None:
+        while run.waiting:
+            request = run.waiting[0]
+            request.arrival_s = time.monotonic()
             try:
-                engine.add_request(waiting[-1])
+                self._engine.add_request(request)
             except AdmissionError:
-                if not engine.has_work():
+                if not self._engine.has_work():
                     raise
                 break
-            waiting.pop()
+            self._runs[request.request_id] = run
+            run.waiting.popleft()
+
+    def _feed(self, outputs: Iterable[TokenOutput]) -> int:
         aborts: list[str] = []
-        told: list[tuple[_Job | None, int]] = []
-        for output in engine.step():
-            found = live.get(output.request_id)
-            if found is None:
+        tokens = 0
+        for output in outputs:
+            request_id = output.request_id
+            run = self._runs.get(request_id)
+            if run is None:
                 continue
-            job, sample = found
+            job, sample = run.live[request_id]
             if output.finish_reason is FinishReason.ERROR:
-                raise ExecutionError(
-                    f"request {output.request_id}: {output.error or 'the engine failed'}"
+                self._runs.pop(request_id)
+                run.error = run.error or ExecutionError(
+                    f"request {request_id}: {output.error or 'the engine failed'}"
                 )
+                continue
             if output.prompt_logprobs is not None:
                 job.prompt_logprobs = output.prompt_logprobs
             if sample.feed(output):
-                aborts.append(output.request_id)
+                aborts.append(request_id)
             if sample.finished:
-                del live[output.request_id]
-            done = sample.finished and job.finished
-            told.append((job if done else None, len(output.token_ids)))
+                del run.live[request_id], self._runs[request_id]
+                run.jobs_done += job.finished
+            tokens += len(output.token_ids)
         if aborts:
-            engine.abort(aborts)
-        return told
+            self._engine.abort(aborts)
+        return tokens
 
-    def _abandon(self, live: Iterable[str]) -> None:
-        """Abort everything of a failed or interrupted run and let the engine settle."""
-        self._engine.abort(list(live))
-        try:
-            while self._engine.has_work():
-                self._engine.step()
-        except ExecutionError:
-            pass  # the first error is the one to report
+    def _abandon(self, run: _Run) -> None:
+        """Abort what a failed, interrupted or closed run left and let the engine settle."""
+        with self._lock, _interrupts_wait():
+            left = [i for i in run.live if self._runs.pop(i, None) is not None]
+            if not left:
+                return
+            self._engine.abort(left)
+            try:
+                while not self._runs and self._engine.has_work():
+                    self._engine.step()
+            except EngineError:
+                pass  # the first error is the one to report
 
     # ---- the rest
 
@@ -445,24 +487,63 @@ class _Bar:
 
             self._bar = tqdm(total=total, initial=done, desc="Prompts", dynamic_ncols=True)
 
-    def advance(self) -> None:
-        if self._bar is not None:
+    def advance(self, count: int) -> None:
+        if self._bar is not None and count:
             rate = self.tokens / max(time.monotonic() - self._start, 1e-9)
             self._bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
-            self._bar.update(1)
+            self._bar.update(count)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C acts after the block: a step that stops halfway leaves no engine to go on with.
+
+    A second Ctrl-C acts at once. Only the main thread gets signals.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if len(seen) == 1:
+        handler(signal.SIGINT, None)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed: list[Any] = list(prompts)
+    prompts = _plain(prompts)
+    unordered = isinstance(prompts, (bytes, bytearray, Set))
+    if unordered or not isinstance(prompts, Iterable):
+        raise InvalidRequest(
+            f"prompts must be a string, a prompt or a list of them, got {type(prompts).__name__}",
+            "prompts",
+        )
+    listed: list[Any] = [_plain(item) for item in prompts]
     if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
         return [listed]
     return listed
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors, of numpy, torch or others, as lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else tolist()
 
 
 def _prompt(item: Prompt, index: int) -> str | Sequence[int]:
@@ -478,18 +559,22 @@ def _prompt(item: Prompt, index: int) -> str | Sequence[int]:
                 "prompt or prompt_token_ids",
                 "prompts",
             )
-        if "prompt_token_ids" in keys:
-            ids: Sequence[int] = item["prompt_token_ids"]
-            return ids
-        if "prompt" in keys and isinstance(item["prompt"], str):
+        ids = _plain(item.get("prompt_token_ids"))
+        if _is_list(ids):
+            return [_plain(token) for token in ids]
+        if keys == {"prompt"} and isinstance(item["prompt"], str):
             return item["prompt"]
-    elif isinstance(item, Sequence) and not isinstance(item, bytes):
-        return item
+    elif _is_list(item):
+        return [_plain(token) for token in item]
     raise InvalidRequest(
         f"item {index} must be a string, token ids, {{'prompt': text}} or "
         f"{{'prompt_token_ids': ids}}, got {type(item).__name__}",
         "prompts",
     )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _resolve_config(
@@ -514,5 +599,9 @@ def _resolve_config(
                 f"config is already resolved, so {', '.join(given)} cannot be given beside it"
             )
         return config
+    if not isinstance(config, (str, Path, type(None))):
+        raise ConfigError(
+            f"config must be a Config or the path of a file, got {type(config).__name__}"
+        )
     files = [] if config is None else [config]
     return load_config(files, overrides=given)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cardcage.core.errors import (
@@ -270,3 +273,86 @@ def test_a_resolved_config_allows_nothing_beside_it() -> None:
 
     with pytest.raises(ConfigError, match=r"already resolved.*dtype"):
         LLM(config=load_config(env={}), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"ab", {"a", "b"}, {"prompt_token_ids": b"ab"}, [b"ab"], [[b"a"]], [[1.5]]]
+)
+def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
+    with llm_of() as llm, pytest.raises(InvalidRequest):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_arrays_are_prompts() -> None:
+    ids = TOKENS.encode("ab x")
+    array = np.array(ids)
+    with llm_of() as llm:
+        forms: list[Any] = [array, [array], list(array), {"prompt_token_ids": array}]
+        outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
+    assert all(o[0].prompt_token_ids == ids for o in outputs)
+
+
+@pytest.mark.parametrize("params", ["x", 5, [None], [5], ["x"], [{"bogus": 1}], {"bogus": 1}])
+def test_what_are_no_params_is_refused(params: Any) -> None:
+    with llm_of() as llm, pytest.raises(InvalidRequest):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
+def test_params_may_be_a_mapping() -> None:
+    with llm_of() as llm:
+        outputs = llm.generate(["a", "b"], {"max_tokens": 2, "temperature": 0}, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 2]
+
+
+def test_messages_must_be_a_list() -> None:
+    with llm_of() as llm, pytest.raises(InvalidRequest, match="messages"):
+        llm.chat(None)  # type: ignore[arg-type]
+
+
+def test_config_must_be_a_config_or_a_path() -> None:
+    with pytest.raises(ConfigError, match="path of a file"):
+        LLM(config=5)  # type: ignore[arg-type]
+
+
+def test_generate_inside_a_stream_takes_nothing_from_it() -> None:
+    request = GenRequest(prompt="ab", params=SamplingParams(temperature=0, max_tokens=9))
+    with llm_of() as llm:
+        alone = [i for delta in llm.stream(request) for i in delta.token_ids]
+        mixed: list[int] = []
+        for delta in llm.stream(request):
+            mixed += delta.token_ids
+            assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
+    assert mixed == alone
+    assert len(alone) == 9
+
+
+def test_threads_share_an_engine() -> None:
+    prompts = [f"p{i}" for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    with llm_of() as llm:
+        alone = [llm.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda p: llm.generate(p, params, use_tqdm=False), prompts)
+            assert [o[0].outputs[0].token_ids for o in found] == alone
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
+    whole: list[bool] = []
+
+    class Slow(FakeEngine):
+        def step(self, block: bool = True) -> list[TokenOutput]:
+            if not whole:
+                signal.raise_signal(signal.SIGINT)
+            outputs = super().step(block)
+            whole.append(True)
+            return outputs
+
+    parts = make_parts()
+    parts.engine = Slow()
+    before = signal.getsignal(signal.SIGINT)
+    with LLM.from_parts(parts) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=50), use_tqdm=False)
+        assert whole
+        assert signal.getsignal(signal.SIGINT) is before
+        assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
