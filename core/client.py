@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cardcage.core.contracts import GenStream, Tokenizer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_INLINE_CHARS = 20_000  # longer prompts are rendered and tokenized in a thread
+_INLINE_CHARS = 20_000  # longer requests are checked, rendered and tokenized in a thread
 _STATS_TIMEOUT_S = 2.0
 
 
@@ -265,7 +265,7 @@ class AsyncEngine:
         if drain_s > 0:
             await self.wait_idle(drain_s)
         for stream in list(self._streams):
-            stream.fail(EngineDead("the server is shutting down"))
+            stream.fail(AdmissionError("the server is shutting down", retry_after_s=5.0))
         await self._link.close()
         self._state, self._reason = "dead", "closed"
 
@@ -321,11 +321,7 @@ class AsyncEngine:
         return await self._in_thread(request, self.intake.prepare)
 
     async def _in_thread(self, request: GenRequest, function: Callable[[GenRequest], T]) -> T:
-        size = len(request.prompt) if request.prompt is not None else 0
-        if request.messages is not None:
-            size = sum(
-                len(str(m.get("content", ""))) for m in request.messages if hasattr(m, "get")
-            )
+        size = _size(request)
         if size <= _INLINE_CHARS:
             return function(request)
         return await asyncio.to_thread(function, request)
@@ -465,3 +461,16 @@ def _with_id(request: GenRequest, request_id: str) -> GenRequest:
     from dataclasses import replace
 
     return replace(request, request_id=request_id)
+
+
+def _size(request: GenRequest) -> int:
+    """How much there is to look at: characters, ids and words of prompt and parameters."""
+    size = len(request.prompt) if request.prompt is not None else 0
+    for message in request.messages or ():
+        size += len(str(message.get("content", ""))) if hasattr(message, "get") else 1
+    if isinstance(request.params, Mapping):
+        for value in request.params.values():
+            items = value if isinstance(value, (list, tuple)) else ()
+            size += len(value) if hasattr(value, "__len__") else 1
+            size += sum(len(item) for item in items if isinstance(item, str))
+    return size

@@ -23,7 +23,6 @@ from cardcage.core.engine import Engine
 from cardcage.core.errors import (
     ConfigError,
     ModelError,
-    PluginError,
     SelectionError,
     UnsupportedModel,
 )
@@ -189,16 +188,16 @@ class Host:
                 continue
             try:
                 match = self.registry.load(candidate).recognise(ref)
-            except PluginError as error:
-                tried.append(f"  {candidate.id}: {error}")
+            except Exception as error:  # for one, a path that may not be looked at
+                tried.append(f"  {candidate.id}: {str(error)[:200]}")
                 continue
             tried.append(f"  {candidate.id}: {match.reason if match else 'not its kind of name'}")
             if match is not None and asked in ("auto", candidate.name, candidate.id):
                 matches.append((match.score, candidate.id))
         if not matches:
             raise ModelError(
-                f"no loader recognises the model reference {ref!r}. It can be a folder, a .gguf "
-                "file, org/name, pypi:dist, or dummy:config.json\n" + "\n".join(tried)
+                f"no loader recognises the model reference {ref[:200]!r}. It can be a folder, a "
+                ".gguf file, org/name, pypi:dist, or dummy:config.json\n" + "\n".join(tried)
             )
         loader = self.resolve("loaders", c.LoaderNeed(), use=max(matches)[1])
         source: c.ModelSource = loader.open(ref, progress)

@@ -9,6 +9,7 @@ Source: ASGI 3.0 specification; OpenAI API reference (error object).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -45,6 +46,8 @@ ERROR_TYPES = {
 }
 _BODY_IDLE_S = 30.0  # longest silence while a body arrives
 _MAX_HEADERS = 256
+_DISCARD_S = 5.0  # longest time that a refused body is read on, for its client to see why
+_DISCARD_BODIES = 16  # and how much of it, in largest bodies
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
@@ -247,13 +250,16 @@ class HttpHost:
         """The whole body; None when it was refused or the client left."""
         too_large = f"the body is larger than {self._max_body} bytes (server.max_body_bytes)"
         close = [(b"connection", b"close")]
+        waits = False
+        refused = False
         for name, value in scope["headers"]:
-            if name == b"content-length" and (not value.isdigit() or int(value) > self._max_body):
-                await send_error(send, 413, too_large, headers=close)
-                return None
+            waits = waits or name == b"expect"
+            if name == b"content-length":
+                refused = not value.isdigit() or int(value[:20]) > self._max_body
         chunks: list[bytes] = []
         size = 0
-        while True:
+        more = True
+        while more and not refused:
             try:
                 async with timeout(_BODY_IDLE_S):
                     message = await receive()
@@ -264,12 +270,27 @@ class HttpHost:
                 return None
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > self._max_body:
-                await send_error(send, 413, too_large, headers=close)
-                return None
+            refused = size > self._max_body
             chunks.append(chunk)
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+            more = message.get("more_body", False)
+        if refused:
+            chunks.clear()
+            if more and not waits:
+                await _discard(receive, _DISCARD_BODIES * self._max_body)
+            await send_error(send, 413, too_large, headers=close)
+            return None
+        return b"".join(chunks)
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Read on for a while: a client that still sends would see a reset and not the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with timeout(_DISCARD_S):
+            while most > 0:
+                message = await receive()
+                most -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _pick(routes: dict[str, Route], method: str) -> Route | None:

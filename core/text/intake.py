@@ -18,10 +18,12 @@ from cardcage.core.contracts import Tokenizer
 from cardcage.core.errors import ContextTooLong, InvalidRequest
 from cardcage.core.text.detokenizer import Detokenizer, Vocabulary
 from cardcage.core.text.renderer import Renderer
-from cardcage.core.types import GenRequest, Request, SamplingParams
+from cardcage.core.types import GenRequest, Request, SamplingParams, shown
 
 MAX_BIAS = 100.0
 MAX_BAD_WORD_TOKENS = 128
+MAX_BAD_WORDS = 1024
+MAX_WORD_CHARS = 1 << 16  # of one stop string or bad word
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -184,7 +186,7 @@ class Intake:
         for token in out:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
                 raise InvalidRequest(
-                    f"prompt token ids must be integers in [0, {vocab}), got {str(token)[:40]}",
+                    f"prompt token ids must be integers in [0, {vocab}), got {shown(token, 40)}",
                     "prompt",
                 )
         return out
@@ -195,7 +197,7 @@ class Intake:
             return ids
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < -1 or keep == 0:
             raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
+                f"truncate_prompt_tokens must be -1 or at least 1, got {shown(keep)}",
                 "truncate_prompt_tokens",
             )
         if request.truncation_side not in ("left", "right"):
@@ -208,7 +210,7 @@ class Intake:
         elif keep >= self.facts.max_model_len:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be below the context of {self.facts.max_model_len} "
-                f"tokens, got {keep}",
+                f"tokens, got {shown(keep)}",
                 "truncate_prompt_tokens",
             )
         return ids[-keep:] if request.truncation_side == "left" else ids[:keep]
@@ -244,8 +246,15 @@ class Intake:
         given = request.params
         if isinstance(given, SamplingParams):
             params = given
+        elif not isinstance(given, Mapping):
+            raise InvalidRequest(
+                f"sampling params must be a SamplingParams, got {type(given).__name__}", "params"
+            )
         else:
             values = dict(given)
+            for name in values:
+                if name not in SamplingParams.names():
+                    raise InvalidRequest(f"there is no sampling parameter {name!r}", "params")
             for name in _DEFAULTED:
                 default = self.facts.generation_defaults.get(name)
                 if default is not None:
@@ -255,8 +264,8 @@ class Intake:
             params = SamplingParams(**values)
         if self.facts.scheduler_policy != "priority" and request.priority:
             raise InvalidRequest(
-                f"priority {request.priority} has no effect: this server schedules first come, "
-                "first served (start it with scheduler.policy=priority)",
+                f"priority {shown(request.priority)} has no effect: this server schedules "
+                "first come, first served (start it with scheduler.policy=priority)",
                 "priority",
             )
         if not -(1 << 63) <= request.priority < 1 << 63:
@@ -285,6 +294,17 @@ class Intake:
             raise InvalidRequest(
                 f"{name} needs a tokenizer, and this engine runs without one: use token ids", name
             )
+        if len(params.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words must have at most {MAX_BAD_WORDS} words, got {len(params.bad_words)}",
+                "bad_words",
+            )
+        for name, words in (("stop", params.stop), ("bad_words", params.bad_words)):
+            longest = max(map(len, words), default=0)
+            if longest > MAX_WORD_CHARS:
+                raise InvalidRequest(
+                    f"{name} must have at most {MAX_WORD_CHARS} characters, got {longest}", name
+                )
         if params.stop and not params.detokenize:
             raise InvalidRequest("stop strings need detokenize=true", "stop")
         top = self.facts.max_logprobs

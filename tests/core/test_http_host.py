@@ -136,3 +136,33 @@ def test_metrics_use_the_route_not_the_path() -> None:
 
 def test_messages_are_bounded() -> None:
     assert len(error_body(400, "x" * 5000)) < 1200
+
+
+def test_a_refused_body_is_read_on_before_the_answer() -> None:
+    app = host(Route("POST", "/x", hello, "public"), max_body_bytes=8)
+    for headers in ({"content-length": "40"}, {}):
+        chunks = [b"x" * 10] * 4
+        assert call(app, "POST", "/x", headers, chunks)[0] == 413
+
+    read: list[int] = []
+
+    async def receive() -> Any:
+        read.append(1)
+        return {"type": "http.request", "body": b"x" * 8, "more_body": True}
+
+    async def run(*headers: tuple[bytes, bytes]) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        length = (b"content-length", b"9" * 30)
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": [length, *headers]}
+        await app(scope, receive, send)
+        return int(sent[0]["status"])
+
+    assert asyncio.run(run()) == 413
+    assert len(read) == 16  # bounded
+    read.clear()
+    assert asyncio.run(run((b"expect", b"100-continue"))) == 413
+    assert not read  # such a client sends nothing before it is asked to

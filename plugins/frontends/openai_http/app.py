@@ -32,6 +32,7 @@ from cardcage.plugins.frontends.openai_http.protocol import (
 )
 
 _MAX_FIELD_LABELS = 50  # distinct unknown fields that get a label of their own
+_INLINE_BYTES = 1 << 17  # larger bodies are parsed in a thread
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 _PUBLIC = frozenset({"/health", "/ping", "/version"})
 
@@ -102,10 +103,19 @@ class OpenAIFrontend:
         return counted
 
     async def _body(self, model: type[B], request: Request) -> B:
-        data = parse_json(
-            await request.body(), request.headers.get("content-type"), self._options.max_json_depth
-        )
-        return parse_body(model, data, self._options.strict_fields, self._count_unknown)
+        raw, kind = await request.body(), request.headers.get("content-type")
+        options, unknown = self._options, list[str]()
+
+        def parse() -> B:
+            data = parse_json(raw, kind, options.max_json_depth)
+            return parse_body(model, data, options.strict_fields, unknown.append)
+
+        try:
+            # A large body takes seconds, in which the others' answers must go on.
+            return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+        finally:
+            for name in unknown:
+                self._count_unknown(name)
 
     def _count_unknown(self, name: str) -> None:
         self._logger.debug("unknown request field %r", name[:100])
