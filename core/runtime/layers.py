@@ -131,7 +131,7 @@ class Linear:
     """
 
     __slots__ = (
-        "_bias", "_handle", "_run", "_tied", "bias", "encodings", "in_features", "layouts",
+        "_bias", "_handle", "_run", "_run_wide", "_tied", "bias", "encodings", "in_features", "layouts",
         "name", "out_features", "prefixes",
     )  # fmt: skip
 
@@ -152,12 +152,20 @@ class Linear:
         self.layouts: tuple[str, ...] = ()
         self._tied = tied
         self._run: Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor] = _not_loaded
+        self._run_wide: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
         self._handle: Any = None
         self._bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> [T, sum of N], in x's dtype."""
         return self._run(self._handle, x, self._bias)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] -> float32 [T, sum of N], unrounded where the kernel can (`run_wide`)."""
+        if self._run_wide is None:
+            return self._run(self._handle, x, self._bias).to(torch.float32)
+        y = self._run_wide(self._handle, x)
+        return y if self._bias is None else y.add_(self._bias)
 
     def _descs(self) -> list[LinearDesc]:
         return [
@@ -202,6 +210,7 @@ class Linear:
         self.layouts = tuple(kernel.layout_id for kernel, _ in bound)
         if len(bound) == 1:
             self._run, self._handle = bound[0][0].run, bound[0][1]
+            self._run_wide = getattr(bound[0][0], "run_wide", None)
             return
         biases: Sequence[torch.Tensor | None] = [None] * len(bound)
         if self._bias is not None:

@@ -55,10 +55,11 @@ class _Step:
     A step returns what x has yet to gain, so that the next norm can add it in the same pass.
     """
 
-    __slots__ = ("_add_norm", "_branches")
+    __slots__ = ("_add_norm", "_branches", "_dtype")
 
-    def __init__(self, branches: list[_Branch]) -> None:
+    def __init__(self, branches: list[_Branch], dtype: torch.dtype) -> None:
         self._branches = branches
+        self._dtype = dtype
         self._add_norm = _add_norm(branches[0][0]) if len(branches) == 1 else None
 
     def __call__(
@@ -73,7 +74,7 @@ class _Step:
             x.add_(delta)
         total: torch.Tensor | None = None
         for norm, op, post_norm, scale in self._branches:
-            y = op(x if norm is None else norm(x, inp), inp)
+            y = op(x.to(self._dtype) if norm is None else norm(x, inp), inp)
             y = self._finish(y, post_norm, scale, inp)
             total = y if total is None else total.add_(y)
         assert total is not None
@@ -132,8 +133,8 @@ class Model:
             return norm, op, post, branch.scale
 
         if layer.parallel:
-            return [_Step([build(branch) for branch in layer.branches])]
-        return [_Step([build(branch)]) for branch in layer.branches]
+            return [_Step([build(branch) for branch in layer.branches], self.dtype)]
+        return [_Step([build(branch)], self.dtype) for branch in layer.branches]
 
     # ---- the step --------------------------------------------------------------------------
 
@@ -141,7 +142,9 @@ class Model:
         """The hidden states after the final norm, [T, hidden] in the model's dtype."""
         positions = inp.positions
         inp.ropes = [rope.tables(positions) for rope in self._ropes]
-        x = self._embed(inp.input_ids)
+        # The residual stream is float32 in every model: in bfloat16 each layer's sum would be
+        # rounded to 8 bits. It moves few bytes beside the weights (docs/decisions/0006).
+        x = self._embed(inp.input_ids).to(torch.float32)
         delta: torch.Tensor | None = None
         for step in self._steps:
             delta = step(x, delta, inp)
@@ -149,11 +152,15 @@ class Model:
             return self._final_add_norm(x, delta)
         if delta is not None:
             x.add_(delta)
-        return x if self._final is None else self._final(x, inp)
+        return x.to(self.dtype) if self._final is None else self._final(x, inp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> logits [n, V] in the model's dtype: scale, then softcap."""
-        logits = self._head(hidden)
+        """hidden [n, hidden] -> logits float32 [n, V]: scale, then softcap.
+
+        Never rounded to the model's dtype: near 16, bfloat16 steps by an eighth, which ties
+        tokens that the model tells apart.
+        """
+        logits = self._head.wide(hidden)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._softcap:

@@ -44,11 +44,12 @@ def _rms_kernel(
     at = tl.arange(0, BLOCK)
     mask = at < n
     x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0)
-    dtype = x.dtype
+    wide = x.dtype
+    dtype = out_ptr.dtype.element_ty
     x = x.to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * delta_stride + at, mask=mask, other=0.0)
-        total = (x + delta.to(tl.float32)).to(dtype)
+        total = (x + delta.to(tl.float32)).to(wide)
         tl.store(x_ptr + row * x_stride + at, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) * inverse_n + eps)
@@ -64,14 +65,16 @@ def rms(
     weight: torch.Tensor,
     eps: float,
     round_first: bool,
+    dtype: torch.dtype,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, n] (rows may be strided) -> norm, contiguous [T, n]; with `delta`, x += delta first.
+    """x [T, n] (rows may be strided) -> norm, contiguous [T, n] in `dtype`; with `delta`,
+    x += delta first.
 
     `weight` is what multiplies: 1 is already added where the variant wants it.
     """
     tokens, n = x.shape
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, n), dtype=dtype, device=x.device)
     block = triton.next_power_of_2(n)
     _rms_kernel[(tokens,)](
         x, x if delta is None else delta, weight, out,

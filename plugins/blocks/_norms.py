@@ -41,10 +41,14 @@ def rms_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, variant: st
 
 
 class RmsNorm:
-    """x [..., n] -> the same shape and dtype, fresh memory. The last dimension is normalised."""
+    """x [..., n] -> the same shape in the model's dtype, fresh memory.
+
+    The last dimension is normalised. x may be wider than the model (the residual stream is
+    float32), so the result's dtype is the model's.
+    """
 
     __slots__ = (
-        "_eps_tensor", "_inverse_n", "_kernel", "_n", "_weight", "eps", "round_first",
+        "_dtype", "_eps_tensor", "_inverse_n", "_kernel", "_n", "_weight", "eps", "round_first",
     )  # fmt: skip
 
     def __init__(self, ctx: BuildContext, name: str, n: int, eps: float, variant: str) -> None:
@@ -58,6 +62,7 @@ class RmsNorm:
             name, n, dtype, transform=_plus_one if variant == "1p" else None
         )
         self._n = n
+        self._dtype = ctx.dtype
         self._inverse_n = 1.0 / n
         self.eps = eps
         self.round_first = variant == "llama"
@@ -78,19 +83,19 @@ class RmsNorm:
         weight = self._weight.tensor
         if self._kernel is not None:
             rows = x if x.dim() == 2 else x.reshape(-1, self._n)
-            return self._kernel(rows, weight, self.eps, self.round_first).view(x.shape)
-        if x.dtype == torch.float32:
-            return (x * self._inverse_rms(x)).mul_(weight)
+            normed = self._kernel(rows, weight, self.eps, self.round_first, self._dtype)
+            return normed.view(x.shape)
         wide = x.to(torch.float32)
         normed = wide * self._inverse_rms(wide)
         if self.round_first:
-            return normed.to(x.dtype).mul_(weight)
-        return normed.mul_(weight).to(x.dtype)
+            return normed.to(self._dtype).mul_(weight)
+        return normed.mul_(weight).to(self._dtype)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """x [T, n] += delta in place; returns the norm of the new x."""
         if self._kernel is not None:
-            return self._kernel(x, self._weight.tensor, self.eps, self.round_first, delta)
+            weight = self._weight.tensor
+            return self._kernel(x, weight, self.eps, self.round_first, self._dtype, delta)
         return self(x.add_(delta))
 
     def _inverse_rms(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,20 +111,21 @@ def _plus_one(weight: torch.Tensor) -> torch.Tensor:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(var + eps) * w [+ b], in float32. x [..., n] -> the same shape, dtype."""
+    """(x - mean) / sqrt(var + eps) * w [+ b], in float32. x [..., n] -> the model's dtype."""
 
-    __slots__ = ("_bias", "_eps", "_n", "_weight")
+    __slots__ = ("_bias", "_dtype", "_eps", "_n", "_weight")
 
     def __init__(self, ctx: BuildContext, prefix: str, n: int, eps: float, bias: bool) -> None:
         self._weight = ctx.param(f"{prefix}.weight", n, torch.float32)
         self._bias = ctx.param(f"{prefix}.bias", n, torch.float32) if bias else None
         self._n = (n,)
+        self._dtype = ctx.dtype
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self._bias is None else self._bias.tensor
         wide = x.to(torch.float32)
-        return F.layer_norm(wide, self._n, self._weight.tensor, bias, self._eps).to(x.dtype)
+        return F.layer_norm(wide, self._n, self._weight.tensor, bias, self._eps).to(self._dtype)
 
 
 class NormBlock:

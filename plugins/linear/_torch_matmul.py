@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from cardcage.core.contracts import QuantTensor
 
 
+_WIDE_ROWS = 2048
+
+
 class MatmulKernel:
     """Handle: the weight [N, K] on the device, contiguous, in the compute dtype."""
 
@@ -22,3 +25,23 @@ class MatmulKernel:
     ) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
         return F.linear(x, handle, bias)
+
+    def run_wide(self, handle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] -> float32 [T, N], see `wide_product`."""
+        return wide_product(x, handle)
+
+
+def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] times weight [N, K] -> float32 [T, N], accumulated and kept in float32."""
+    if weight.dtype == torch.float32:
+        return F.linear(x.to(torch.float32), weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    # Hosts have no product with a wider result: widen the weight some rows at a time, small
+    # enough to stay in a core's cache.
+    wide = x.to(torch.float32)
+    out = wide.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[0], _WIDE_ROWS):
+        rows = slice(start, start + _WIDE_ROWS)
+        out[:, rows] = F.linear(wide, weight[rows].to(torch.float32))
+    return out

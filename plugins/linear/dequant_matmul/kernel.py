@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from cardcage.core.contracts import LinearKernel, LinearNeed, QuantTensor
+from cardcage.plugins.linear._torch_matmul import wide_product
 
 # Elements decoded at once: 1 Mi float32 stay inside a core's cache and are enough for a GPU.
 _CHUNK_ELEMS = {"cpu": 1 << 20}
@@ -65,6 +66,10 @@ class CachedMatmul:
     ) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
         return F.linear(x, handle, bias)
+
+    def run_wide(self, handle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] -> float32 [T, N], not rounded to x's dtype."""
+        return wide_product(x, handle)
 
 
 @dataclass(frozen=True, slots=True)

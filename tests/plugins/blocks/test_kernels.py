@@ -48,7 +48,13 @@ def test_rms(variant: str, dtype: torch.dtype, tokens: int, n: int) -> None:
     wide = randn(tokens, n + 7).to(dtype)
     x, delta, w = wide[:, 3 : n + 3], randn(tokens, n).to(dtype), randn(n)
     weight = w.to(dtype) if variant == "llama" else w + 1 if variant == "1p" else w
-    run = functools.partial(_kernels.rms, weight=weight, eps=1e-5, round_first=variant == "llama")
+    run = functools.partial(
+        _kernels.rms,
+        weight=weight,
+        eps=1e-5,
+        round_first=variant == "llama",
+        dtype=dtype,
+    )
     before = wide.clone()
     near(run(x), rms_reference(x, w, 1e-5, variant))
     assert torch.equal(wide, before)
