@@ -110,6 +110,9 @@ class SpeculatorTable(Table):
 
     use: str | None = Field(default=None, description="plugin name; none = no drafts")
     k: int = Field(default=4, ge=1, le=64, description="drafts per request and step, 1-64")
+    adaptive: bool = Field(
+        default=True, description="verify only drafts that pay; false = all that are proposed"
+    )
     on_error: Literal["disable", "fatal"] = Field(
         default="disable", description="when a drafter fails: go on without drafts, or stop"
     )

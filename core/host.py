@@ -19,6 +19,8 @@ from typing import Any
 
 from cardcage.core import contracts as c
 from cardcage.core.config import Config, load_config
+from cardcage.core.draft_policy import DraftPolicy
+from cardcage.core.drafting import Drafter
 from cardcage.core.engine import Engine
 from cardcage.core.errors import (
     ConfigError,
@@ -128,6 +130,8 @@ class Host:
         if candidate is None:
             raise SelectionError(f"no {kind} plugin fits", decision.table())
         options = self.registry.options_for(candidate, self._tree["plugin"])
+        if kind == "speculators":  # its config table has options of its own
+            options = {**(options or {}), **self._tree["speculator"]["options"]}
         context = self.context(kind, candidate.name, extras)
         built = self.registry.build(candidate, need, context, options)
         self._built.append(built)
@@ -304,22 +308,29 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     architectures = source.config.get("architectures") or []
     if not architectures:
         raise UnsupportedModel(f"{source.ref}: its config names no architecture")
+    features = frozenset({"drafts"} if tree["speculator"]["use"] else ())
     executor: c.Executor = host.resolve(
-        "executors", c.ExecutorNeed(device_type=hardware.device_type)
+        "executors", c.ExecutorNeed(device_type=hardware.device_type, features=features)
     )
     capacity = executor.load(source, progress)
     kinds: Sequence[c.KVKind] = [
         host.resolve("kv_kinds", c.KVKindNeed(), use=group.kind, group=group)
         for group in capacity.groups
     ]
+    drafter = make_drafter(host, source, capacity)
     scheduler = Scheduler(
-        scheduler_config(host.config, source, capacity), capacity, kinds, time.monotonic
+        scheduler_config(host.config, source, capacity),
+        capacity,
+        kinds,
+        time.monotonic,
+        drafter=drafter,
     )
     tokenizer = host.tokenizer(source)
     explain = {
         "chosen": host.chosen(),
         "plugins": host.explain(),
         "executor": executor.explain(),
+        "speculator": drafter.explain() if drafter is not None else {},
     }
     _tell_hooks(host, source, capacity, explain)
     return EngineParts(
@@ -331,6 +342,39 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
         capacity=capacity,
         explain=explain,
     )
+
+
+def make_drafter(host: Host, source: c.ModelSource, capacity: KVCapacity) -> Drafter | None:
+    """The speculator that the config names and what keeps it in check; None for none.
+
+    Raises ConfigError for a card whose drafts this version cannot verify.
+    """
+    table = host.config.as_dict()["speculator"]
+    name, hardware = table["use"], host.hardware
+    if not name:
+        return None
+    assert hardware is not None
+    need = c.SpeculatorNeed(max_drafts=table["k"], device_type=hardware.device_type)
+    chosen = host.decide("speculators", need, name).chosen
+    caps = host.registry.load(chosen).caps if chosen is not None else None
+    if caps is not None and (caps.dist != "one_hot" or caps.needs_hidden):
+        what = "hidden states" if caps.needs_hidden else f"drafts with a {caps.dist} distribution"
+        raise ConfigError(
+            f'speculator.use = "{name}" needs {what}, which this version has no way to pass on; '
+            "choose one that guesses from token ids, such as ngram or suffix"
+        )
+    text = source.config.get("text_config") or source.config
+    vocab_size = int(text["vocab_size"])
+    speculator: c.Speculator = host.resolve(
+        "speculators",
+        need,
+        use=name,
+        vocab_size=vocab_size,
+        max_model_len=capacity.max_model_len,
+    )
+    policy = DraftPolicy(table["k"], table["adaptive"])
+    fatal = table["on_error"] == "fatal"
+    return Drafter(speculator, name, policy, vocab_size, fatal, time.monotonic)
 
 
 def _tell_hooks(
@@ -359,11 +403,6 @@ def model_reference(tree: Mapping[str, Any]) -> str:
 
 def _refuse_unbuilt(tree: Mapping[str, Any]) -> None:
     """Name what a config asks for and this version cannot do, instead of ignoring it."""
-    if tree["speculator"]["use"]:
-        raise ConfigError(
-            f'speculator.use = "{tree["speculator"]["use"]}": this version runs no speculators; '
-            "remove the table"
-        )
     if tree["kv"]["tiers"]:
         raise ConfigError("kv.tiers: this version has no tiers below device memory; remove them")
 
