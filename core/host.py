@@ -306,6 +306,11 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     _refuse_unbuilt(tree)
     source = host.open_source(model_reference(tree), progress)
     architectures = source.config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise ModelError(
+            f"{source.ref}: architectures in its config must be a list of names, got "
+            f"{str(architectures)[:80]}"
+        )
     if not architectures:
         raise UnsupportedModel(f"{source.ref}: its config names no architecture")
     features = frozenset({"drafts"} if tree["speculator"]["use"] else ())

@@ -1,8 +1,8 @@
 """Imports one plugin declaration under quarantine and checks it against its contract.
 
 A declaration module is light: the implementation is imported later, by `build`. Any exception
-(and `SystemExit`) of a plugin's import is caught, recorded with its place, and turned into
-`PluginLoadError`; it never takes the host down. What an import changes in the process
+(`SystemExit` too, but not Ctrl-C) of a plugin's import is caught, recorded with its place, and
+turned into `PluginLoadError`; it never takes the host down. What an import changes in the process
 (environment, signal handlers, logging, ...) is noticed and reported.
 """
 
@@ -86,7 +86,9 @@ def _import(candidate: Candidate) -> Any:
     module_name, _, attribute = candidate.value.partition(":")
     try:
         target: Any = import_module(module_name)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _fail(candidate, "broken", describe(error), error) from error
     try:
         for part in attribute.split("."):
@@ -100,7 +102,9 @@ def _import(candidate: Candidate) -> Any:
         raise _fail(candidate, "broken", f"{candidate.value} is not a class")
     try:
         return target()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _fail(candidate, "broken", describe(error), error) from error
 
 

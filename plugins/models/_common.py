@@ -76,6 +76,10 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 }
 
 
+_MOST = {"num_hidden_layers": 65536}  # far above any model, before anything is allocated
+_LARGEST = 1e38  # of a number: what float32 holds
+
+
 class ConfigView:
     """A config dictionary under reading. A null value counts as absent."""
 
@@ -99,12 +103,17 @@ class ConfigView:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or (value <= 0 != default):
             raise self.refuse(key, value, "a positive integer")
+        most = _MOST.get(key, 2**31 - 1)
+        if value > most:
+            raise self.refuse(key, value, f"at most {most}")
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.refuse(key, value, "a number")
+        if not abs(value) <= _LARGEST:  # not finite, or an integer without a float
+            raise self.refuse(key, value, "a finite number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -174,16 +183,32 @@ def rope(
     `legacy_longrope`: early Phi-3 configs say "yarn" where they mean LongRoPE.
     """
     key = "rope_parameters" if view.get("rope_parameters", None) else "rope_scaling"
-    params = dict(view.get(key, None) or {})
+    params = _table(view, key, view.get(key, None))
     if layer_type in params:
-        params = dict(params[layer_type] or {})
+        params = _table(view, f"{key}.{layer_type}", params[layer_type])
         key = f"{key}.{layer_type}"
     if legacy_longrope and params.get("rope_type", params.get("type")) == "yarn":
         params["rope_type"] = "longrope"
     theta = params.pop("rope_theta", None) or view.number("rope_theta", default_theta)
+    if not _is_number(theta) or not 0 < theta <= _LARGEST:
+        raise view.refuse("rope_theta", theta, "a positive number")
     partial = params.pop("partial_rotary_factor", None)
     partial = view.number("partial_rotary_factor", 1.0) if partial is None else partial
+    if not _is_number(partial) or not 0 < partial <= 1:
+        raise view.refuse("partial_rotary_factor", partial, "a number in (0, 1]")
     return rope_spec(view, key, params, float(theta), int(head_size * partial), max_position)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _table(view: ConfigView, key: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise view.refuse(key, value, "an object")
+    return dict(value)
 
 
 def rope_spec(
@@ -194,7 +219,7 @@ def rope_spec(
     legacy = params.pop("type", "default")
     kind = params.pop("rope_type", legacy)
     kind = "longrope" if kind == "su" else kind
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise view.refuse(f"{key}.rope_type", kind, ", ".join(sorted(_ROPE_KEYS)))
     nested = [name for name, value in params.items() if isinstance(value, Mapping)]
     if nested:

@@ -262,6 +262,19 @@ def test_exit_at_import_is_caught(site: Any) -> None:
         found.load(one(found, "parsers", "bad"))
 
 
+def test_no_kind_of_exception_of_an_import_takes_the_host_down(site: Any) -> None:
+    site.plugin(
+        "bad",
+        "parsers",
+        "bad",
+        "ParserCaps()",
+        before="class Odd(BaseException): pass\nraise Odd('x')",
+    )
+    found = registry(site)
+    with pytest.raises(PluginLoadError, match=r"Odd: x"):
+        found.load(one(found, "parsers", "bad"))
+
+
 def test_interrupt_at_import_is_not_caught(site: Any) -> None:
     site.plugin("bad", "parsers", "bad", "ParserCaps()", before="raise KeyboardInterrupt")
     found = registry(site)

@@ -20,7 +20,7 @@ from cardcage.core.contracts import (
     QuantNeed,
     SamplingNeed,
 )
-from cardcage.core.errors import ConfigError, ResourceError
+from cardcage.core.errors import ConfigError, ResourceError, UnsupportedModel
 from cardcage.core.model_desc import ModelDesc
 from cardcage.core.runtime.batch import BatchState, table_bytes
 from cardcage.core.runtime.graphs import GraphRunner, graph_bytes
@@ -65,6 +65,17 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def _describe(model: Any, source: ModelSource, architecture: str) -> ModelDesc:
+    """The model as data. A config that its plugin trips over is a fault of the config."""
+    try:
+        desc: ModelDesc = model.describe(source.config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{architecture}: config.json cannot be understood ({type(error).__name__}: {error})"
+        ) from error
+    return desc
+
+
 def load_model(
     ctx: PluginContext, source: ModelSource, depth: int, progress: Progress | None
 ) -> Loaded:
@@ -76,9 +87,7 @@ def load_model(
     device = hardware.device()
     dtype, dtype_why = choose_dtype(str(config["dtype"]), source.config, hardware)
     architecture = (source.config.get("architectures") or [""])[0]
-    desc: ModelDesc = resolve("models", ModelNeed(architecture=architecture)).describe(
-        source.config
-    )
+    desc = _describe(resolve("models", ModelNeed(architecture=architecture)), source, architecture)
     max_len = choose_context(config["max_model_len"], desc)
     quantizer = resolve(
         "quant",

@@ -99,3 +99,30 @@ def test_older_smollm3_configs_name_no_layer_types() -> None:
     assert [(a["window"], a["rope"] is None) for a in layers] == [
         (0, False), (0, False), (0, False), (8, True), (0, False)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"head_dim": 10**30}, "head_dim"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rope_parameters": "x"}, "rope_parameters"),
+        ({"rope_parameters": 1}, "rope_parameters"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": [1]}}, "rope_type"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta"),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
+    ],
+)
+def test_absurd_values_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
+    config = {**LlamaConfig().to_dict(), **changes}
+    with pytest.raises(UnsupportedModel, match=key):
+        Llama().describe(config)
