@@ -29,6 +29,8 @@ _KNOWN = 3  # times that make a size known
 _CALIBRATION = 5  # steps without drafts that measure them; the first is a transition
 _WINDOW, _PROBE = 24, 8  # steps with drafts that are judged: usually, and after a rest
 _REST, _LONGEST_REST = 64, 512  # steps without drafts after a bad judgement, doubling
+_HOPELESS = 0.8  # a window that pays less is judged after as few steps as a probe
+_RELEARN = 4  # rests in a row after which the costs of drafts are measured anew
 _REFRESH = 512  # steps with drafts after which those without are measured again
 
 
@@ -191,7 +193,7 @@ class DraftPolicy:
         self.plain, self.drafted = StepCost(), StepCost()
         self.speedup: float | None = None  # of the last judged window
         self._pause = _CALIBRATION  # steps without drafts that are still to come
-        self._rest = _REST
+        self._rest, self._rests = _REST, 0
         self._fresh = True  # the next step follows a change: its time says nothing
         self._since_refresh = 0
         self._forget_window(_WINDOW)
@@ -263,20 +265,28 @@ class DraftPolicy:
             return
         if not self.plain.known(rows):
             self._turn(False, _CALIBRATION)
-        elif self._window_steps >= self._window:
-            self.speedup = self._window_plain / max(self._window_seconds, 1e-12)
-            if self.speedup < 1.0:
-                self._turn(False, self._rest)
-                self._rest = min(2 * self._rest, _LONGEST_REST)
-                self.acceptance.relax()
-                self.drafted = StepCost()
-                self._forget_window(_PROBE)
-            else:
-                self._rest = _REST
-                self._forget_window(_WINDOW)
-                if self._since_refresh >= _REFRESH:
-                    self._since_refresh = 0
-                    self._turn(False, _CALIBRATION)
+        elif self._window_steps >= min(self._window, _PROBE):
+            self._judge()
+
+    def _judge(self) -> None:
+        """Whether the steps of the window paid, once there are enough or they are hopeless."""
+        speedup = self._window_plain / max(self._window_seconds, 1e-12)
+        if self._window_steps < self._window and speedup > _HOPELESS:
+            return
+        self.speedup = speedup
+        if speedup >= 1.0:
+            self._rest, self._rests = _REST, 0
+            self._forget_window(_WINDOW)
+            if self._since_refresh >= _REFRESH:
+                self._since_refresh = 0
+                self._turn(False, _CALIBRATION)
+            return
+        self._turn(False, self._rest)
+        self._rest, self._rests = min(2 * self._rest, _LONGEST_REST), self._rests + 1
+        self.acceptance.relax()
+        self._forget_window(_PROBE)
+        if self._rests % _RELEARN == 0:  # the machine may have changed, too
+            self.drafted = StepCost()
 
     def _turn(self, drafting: bool, pause: int = 0) -> None:
         self.drafting, self._pause, self._fresh = drafting, pause, True

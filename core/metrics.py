@@ -65,12 +65,22 @@ class _StatsCollector(Collector):
             ("generation_tokens", "Tokens generated.", s.generation_tokens),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", s.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", s.prefix_hits),
-            ("spec_decode_num_draft_tokens", "Draft tokens.", s.draft_tokens),
+            ("spec_decode_num_drafts", "Rows that verified drafts.", s.draft_rows),
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", s.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", s.accepted_tokens),
+            ("spec_decode_drafter_failures", "Drafters that failed.", s.drafter_failures),
         ):
             counter = CounterMetricFamily(self._prefix + name, help_text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        by_position = CounterMetricFamily(
+            self._prefix + "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their place among the drafts, from 0.",
+            labels=[*names, "position"],
+        )
+        for position, count in enumerate(s.accepted_per_position):
+            by_position.add_metric([*values, str(position)], count)
+        yield by_position
 
 
 class EngineMetrics:
