@@ -263,7 +263,13 @@ def model_info(
     eos: list[int] = list(tokenizer.eos_token_ids) if tokenizer is not None else []
     for holder in (source.config, source.generation_config):
         value = holder.get("eos_token_id")
-        eos += value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in ids):
+            raise ModelError(
+                f"{source.ref}: eos_token_id must be a token id or a list of them, got "
+                f"{str(value)[:80]}"
+            )
+        eos += ids
     served = tuple(tree.get("served_model_name") or ()) or (source.name or source.ref,)
     keep = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
     text = source.config.get("text_config") or source.config
@@ -272,7 +278,7 @@ def model_info(
         served_names=served,
         max_model_len=max_model_len,
         vocab_size=int(text["vocab_size"]),
-        eos_token_ids=tuple(dict.fromkeys(int(e) for e in eos)),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
         generation_defaults={k: generation[k] for k in keep if generation.get(k) is not None},
         scheduler_policy=tree["scheduler"]["policy"],
         logprobs_mode=tree["sampling"]["logprobs_mode"],
