@@ -29,6 +29,7 @@ _KNOWN = 3  # times that make a size known
 _CALIBRATION = 5  # steps without drafts that measure them; the first is a transition
 _WINDOW, _PROBE = 24, 8  # steps with drafts that are judged: usually, and after a rest
 _REST, _LONGEST_REST = 64, 512  # steps without drafts after a bad judgement, doubling
+_PAYS = 1.02  # tokens per second against those without drafts, from which drafts pay
 _HOPELESS = 0.8  # a window that pays less is judged after as few steps as a probe
 _RELEARN = 4  # rests in a row after which the costs of drafts are measured anew
 _REFRESH = 512  # steps with drafts after which those without are measured again
@@ -146,7 +147,8 @@ def choose_drafts(
 ) -> list[int]:
     """How many drafts of each request to verify, `cap` in all.
 
-    Maximises (num_rows + expected kept drafts) / seconds of (num_rows + drafts) tokens.
+    Maximises (num_rows + expected kept drafts) / seconds of (num_rows + drafts) tokens; none if
+    the best is hardly better.
 
     Args:
         survivals: per request, the probability that draft j and all before it are kept.
@@ -159,7 +161,7 @@ def choose_drafts(
         for index, chances in enumerate(survivals)
         for depth, chance in enumerate(chances)
     )[:cap]
-    best, best_rate, gain = 0, 0.0, float(num_rows)
+    best, best_rate, bar, gain = 0, 0.0, 0.0, float(num_rows)
     for count in range(len(ranked) + 1):
         gain -= ranked[count - 1][0] if count else 0.0
         seconds = cost.seconds(num_rows + count)
@@ -167,8 +169,10 @@ def choose_drafts(
             rate = gain / (1.0 + _SLOPE * count)
         else:
             rate = gain / max(seconds, 1e-12)
-        if rate > best_rate:
+        if rate > max(best_rate, bar):
             best, best_rate = count, rate
+        if count == 0:
+            bar = _PAYS * rate
     chosen = [0] * len(survivals)
     for _, _, index in ranked[:best]:
         chosen[index] += 1
@@ -253,6 +257,8 @@ class DraftPolicy:
         self._window_seconds += min(seconds, _OUTLIER * plain)
         # The seconds that the same tokens would have taken without drafts.
         self._window_plain += plain * (rows + kept) / rows
+        self._window_rows += rows
+        self._window_kept += kept
         self._window_steps += 1
         self._since_refresh += 1
 
@@ -271,10 +277,12 @@ class DraftPolicy:
     def _judge(self) -> None:
         """Whether the steps of the window paid, once there are enough or they are hopeless."""
         speedup = self._window_plain / max(self._window_seconds, 1e-12)
+        # A step is never faster for the drafts in it: what says so is noise.
+        speedup = min(speedup, 1.0 + self._window_kept / self._window_rows)
         if self._window_steps < self._window and speedup > _HOPELESS:
             return
         self.speedup = speedup
-        if speedup >= 1.0:
+        if speedup >= _PAYS:
             self._rest, self._rests = _REST, 0
             self._forget_window(_WINDOW)
             if self._since_refresh >= _REFRESH:
@@ -294,6 +302,7 @@ class DraftPolicy:
     def _forget_window(self, steps: int) -> None:
         self._window, self._window_steps = steps, 0
         self._window_seconds = self._window_plain = 0.0
+        self._window_rows = self._window_kept = 0
 
     def explain(self) -> dict[str, object]:
         """What is known, JSON-able."""

@@ -17,14 +17,18 @@ from functools import lru_cache
 from hashlib import sha256
 from random import Random
 
-from cardcage.core.contracts import KVKind
+from cardcage.core.contracts import DraftAsk, KVKind
+from cardcage.core.draft_policy import DraftPolicy
+from cardcage.core.drafting import Drafter
 from cardcage.core.engine import Engine
 from cardcage.core.errors import RequestError
 from cardcage.core.scheduler import Scheduler
 from cardcage.core.torture_device import (
+    VOCAB,
     FakeDevice,
     TortureFailure,
     VirtualClock,
+    guess_token,
     mix,
     token_logprob,
 )
@@ -54,6 +58,7 @@ class TortureReport:
     tokens: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    drafts: int = 0  # made on the host
     endings: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     tail: list[str] = field(default_factory=list)
@@ -68,6 +73,37 @@ class _SomeTokens:
 
     def limit(self, request: Request, window: range) -> int:
         return min(len(window), 1 + mix(window.start, len(request.prompt_token_ids)) % 7)
+
+
+class _Guesser:
+    """A speculator that is often right, as the device's own is, and careless about its answers."""
+
+    def __init__(self, seed_of: Callable[[int], int]) -> None:
+        self._seed_of = seed_of
+        self._slots: dict[int, Sequence[int]] = {}
+
+    def on_admit(self, slot: int, token_ids: Sequence[int], prompt_len: int) -> None:
+        if slot in self._slots:
+            raise TortureFailure(f"drafts: slot {slot} is admitted twice")
+        self._slots[slot] = token_ids
+
+    def on_release(self, slot: int, token_ids: Sequence[int]) -> None:
+        if self._slots.pop(slot, None) is not token_ids:
+            raise TortureFailure(f"drafts: slot {slot} is released with other tokens")
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: DraftAsk) -> list[int]:
+        if self._slots[ask.slot] is not ask.token_ids:
+            raise TortureFailure(f"drafts: slot {ask.slot} is asked about with other tokens")
+        state, drafts = 0, []
+        for token in ask.token_ids:
+            state = mix(state, token)
+        for _ in range(mix(state, 3) % (ask.max_drafts + 2)):
+            drafts.append(guess_token(state, self._seed_of(ask.slot)))
+            state = mix(state, drafts[-1])
+        return [*drafts, -1] if mix(state, 5) % 4 == 0 else drafts
 
 
 class World:
@@ -85,7 +121,7 @@ class World:
             scenario.max_in_flight,
             self.check_plan,
         )
-        drafts = scenario.drafts
+        drafts, host = scenario.drafts, scenario.host_drafts
         self.scheduler = Scheduler(
             scenario.config,
             scenario.capacity,
@@ -93,8 +129,9 @@ class World:
             self.clock,
             (_SomeTokens(),) if scenario.constrained else (),
             (lambda request: mix(request.seed, len(request.request_id)) % (drafts + 1))
-            if drafts
+            if drafts and not host
             else None,
+            self._drafter(drafts) if drafts and host else None,
         )
         self.engine = Engine(self.scheduler, self.device, self.clock)
         self.requests: dict[str, Request] = {}
@@ -109,6 +146,13 @@ class World:
         self._hash = sha256()
         if fault is not None:
             plant(fault, self.engine)
+
+    def _drafter(self, most: int) -> Drafter:
+        def seed_of(slot: int) -> int:
+            return next(s.request.seed for s in self.scheduler.running if s.slot == slot)
+
+        policy = DraftPolicy(most, adaptive=self.scenario.seed % 3 > 0)
+        return Drafter(_Guesser(seed_of), "torture", policy, VOCAB, True, self.clock)
 
     def note(self, line: str) -> None:
         """One line of the trace; the digest covers all lines."""
@@ -221,7 +265,7 @@ class World:
             f"plan {plan.step} slots={plan.slots.tolist()} starts={plan.starts.tolist()} "
             f"tokens={plan.num_tokens.tolist()} drafts={plan.num_drafts.tolist()} "
             f"admits={[(a.request_id, a.num_computed) for a in plan.admits]} "
-            f"releases={plan.releases} appends={plan.block_appends}"
+            f"releases={plan.releases} appends={plan.block_appends} guesses={plan.drafts}"
         )
         self.admitted += [a.request_id for a in plan.admits]
         if plan.total_tokens > config.max_num_batched_tokens:
@@ -234,6 +278,9 @@ class World:
         single = (plan.num_tokens - plan.num_drafts == 1).tolist()
         if sorted(single, reverse=True) != single or len(set(plan.slots.tolist())) != len(single):
             raise TortureFailure("plan: decode rows are not first, or a slot has two rows")
+        if plan.drafts and len(scheduler.outstanding) > 1:
+            raise TortureFailure("drafts: planned beside a step that is still on its way")
+        self.report.drafts += sum(map(len, plan.drafts.values()))
         grown = {slot for _, slot, _, _ in plan.block_appends} | {a.slot for a in plan.admits}
         for state in scheduler.running:
             if state.slot in grown:
@@ -442,6 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens=report.tokens,
             preemptions=report.preemptions,
             cached_tokens=report.cached_tokens,
+            drafts=report.drafts,
         )
         if args.seeds == 1 or report.failure:
             print(

@@ -61,6 +61,12 @@ def next_token(prefix_hash: int, seed: int) -> int:
     return mix(prefix_hash, seed) % VOCAB
 
 
+def guess_token(prefix_hash: int, seed: int) -> int:
+    """A draft for the fake model: right two times out of three."""
+    truth = next_token(prefix_hash, seed)
+    return truth if mix(prefix_hash, 7) % 3 else (truth + 1) % VOCAB
+
+
 def token_logprob(prefix_hash: int, token: int) -> TokenLogprob:
     """A made-up log-probability that depends on the prefix and the token."""
     return TokenLogprob(token, -(mix(prefix_hash, token) % 1000) / 100, 1)
@@ -236,26 +242,43 @@ class FakeDevice:
             zip(*(a.tolist() for a in lists))
         ):
             slot = self.slots[slot_id]
-            self.drafts_seen |= drafts > 0
+            guesses = plan.drafts.get(slot_id)
+            self.drafts_seen |= drafts > 0 and guesses is None
             if start < slot.computed or (start > slot.computed and not self.drafts_seen):
                 raise TortureFailure(
                     f"plan: {slot.request_id} starts at {start}, device is at {slot.computed}"
                 )
-            self._run_row(slot, row, count, drafts, samples, result)
+            if guesses is None:  # a drafter on the device that is often right
+                guesses = self._guesses(slot, drafts)
+            elif len(guesses) != drafts:
+                raise TortureFailure(f"plan: {len(guesses)} ids for {drafts} drafts")
+            self._run_row(slot, row, count, guesses, samples, result)
         return result
 
+    def _guesses(self, slot: _Slot, count: int) -> list[int]:
+        state, guesses = slot.hashes[-1] if slot.hashes else 0, []
+        for _ in range(count):
+            guesses.append(guess_token(state, slot.seed))
+            state = mix(state, guesses[-1])
+        return guesses
+
     def _run_row(
-        self, slot: _Slot, row: int, count: int, drafts: int, samples: bool, result: StepResult
+        self,
+        slot: _Slot,
+        row: int,
+        count: int,
+        guesses: Sequence[int],
+        samples: bool,
+        result: StepResult,
     ) -> None:
         start = slot.computed
-        known = len(slot.tokens)
+        known, drafts = len(slot.tokens), len(guesses)
         if start + count - drafts > known:
             raise TortureFailure(f"plan: {slot.request_id} runs tokens that nobody knows")
         if drafts and start + count - drafts != known:
             raise TortureFailure(f"plan: {slot.request_id} drafts before its last token")
-        for _ in range(drafts):  # a drafter that is often right
-            truth = next_token(slot.hashes[-1], slot.seed)
-            slot.push(truth if mix(slot.hashes[-1], 7) % 3 else (truth + 1) % VOCAB)
+        for guess in guesses:
+            slot.push(guess)
         for group, spec in enumerate(self.capacity.groups):
             self._check_reads(slot, group, spec, start)
             self._write(slot, group, spec, start, start + count)
@@ -264,7 +287,6 @@ class FakeDevice:
             result.prompt_logprobs[row] = [
                 token_logprob(slot.hashes[i], slot.tokens[i + 1]) for i in ends
             ]
-        guesses = slot.tokens[known:]
         del slot.tokens[known:], slot.hashes[known:]
         if not samples:
             slot.computed += count

@@ -46,7 +46,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A machine and what happens to it. `drafts`: most drafts per row, 0 for none."""
+    """A machine and what happens to it. `drafts`: most drafts per row, 0 for none; `host_drafts`:
+    a speculator on the host makes them, not the device."""
 
     seed: int
     config: SchedulerConfig
@@ -55,6 +56,7 @@ class Scenario:
     drafts: int
     constrained: bool
     events: tuple[Event, ...]
+    host_drafts: bool = False
 
 
 def make_scenario(seed: int, num_requests: int, faults: bool = True) -> Scenario:
@@ -95,6 +97,7 @@ def make_scenario(seed: int, num_requests: int, faults: bool = True) -> Scenario
         rng.choice([0, 0, 0, 1, 3]),
         rng.random() < 0.15,
         tuple(events),
+        rng.random() < 0.5,
     )
 
 

@@ -130,7 +130,8 @@ def test_choice_is_the_best_of_all() -> None:
         assert sum(chosen) <= cap
         gain = rows + sum(sum(s[:d]) for s, d in zip(survivals, chosen))
         got = gain / cost.seconds(rows + sum(chosen))
-        assert got == pytest.approx(brute_force(survivals, rows, cost, cap))
+        best, none = brute_force(survivals, rows, cost, cap), rows / cost.seconds(rows)
+        assert got == pytest.approx(best if best > 1.02 * none else none)
 
 
 def test_ties_go_to_the_shallower_draft() -> None:
@@ -214,7 +215,8 @@ def test_wrong_drafts_are_turned_down_to_zero(rows: int, noise: float, slope: fl
     machine.run(4000)
     assert machine.speedup > 0.97  # within 3 % of no speculation
     assert sum(map(bool, machine.drafts[-2000:])) < 60  # a look now and then
-    assert not machine.policy.drafting or machine.policy.explain()["speedup_of_last_window"] < 1
+    assert machine.policy.speedup is not None
+    assert machine.policy.speedup <= 1.0
 
 
 def test_right_drafts_that_cost_too_much_are_turned_down() -> None:

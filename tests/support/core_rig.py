@@ -7,9 +7,11 @@ from random import Random
 from typing import Any
 
 from cardcage.core.contracts import KVKind
+from cardcage.core.draft_policy import DraftPolicy
+from cardcage.core.drafting import Drafter
 from cardcage.core.engine import Engine
 from cardcage.core.scheduler import Scheduler, SchedulerConfig
-from cardcage.core.torture_device import FakeDevice, VirtualClock
+from cardcage.core.torture_device import VOCAB, FakeDevice, VirtualClock
 from cardcage.core.types import (
     KVCapacity,
     KVGroupSpec,
@@ -49,6 +51,10 @@ class Rig:
         in_flight: int = 1,
         constraints: Sequence[Any] = (),
         draft_budget: Callable[[Request], int] | None = None,
+        speculator: Any = None,
+        k: int = 3,
+        adaptive: bool = False,
+        fatal: bool = False,
         **numbers: Any,
     ) -> None:
         pool = pool_bytes or (blocks + 1) * groups[0].page_bytes
@@ -60,8 +66,18 @@ class Rig:
         self.clock = VirtualClock()
         self.plans: list[StepPlan] = []
         self.device = FakeDevice(capacity, self.clock, Random(0), in_flight, self.plans.append)
+        self.drafter: Drafter | None = None
+        if speculator is not None:
+            policy = DraftPolicy(k, adaptive)
+            self.drafter = Drafter(speculator, "fake", policy, VOCAB, fatal, self.clock)
         self.scheduler = Scheduler(
-            config, capacity, [kind_of(g) for g in groups], self.clock, constraints, draft_budget
+            config,
+            capacity,
+            [kind_of(g) for g in groups],
+            self.clock,
+            constraints,
+            draft_budget,
+            self.drafter,
         )
         self.engine = Engine(self.scheduler, self.device, self.clock)
         self.outputs: list[TokenOutput] = []
