@@ -131,8 +131,8 @@ class Linear:
     """
 
     __slots__ = (
-        "_bias", "_handle", "_run", "_run_wide", "_tied", "bias", "encodings", "in_features", "layouts",
-        "name", "out_features", "prefixes",
+        "_bias", "_handle", "_run", "_run_wide", "_tied", "bias", "encodings", "in_features",
+        "layouts", "name", "out_features", "prefixes",
     )  # fmt: skip
 
     def __init__(

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from cardcage.core.contracts import QuantTensor
 
-
 _WIDE_ROWS = 2048
 
 
