@@ -48,7 +48,7 @@ format: $(DEV_STAMP)  ## apply the formatter
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## measure the CPU workloads and write benchmarks/results
-	$(BIN)/cardcage bench throughput --workload cpu
+	$(BIN)/python benchmarks/run.py c1 c2 c3 c4 --out benchmarks/results/latest-cpu.json
 
 docs: $(DEV_STAMP)  ## write the generated pages
 	$(BIN)/cardcage plugins --markdown > docs/plugins.md
