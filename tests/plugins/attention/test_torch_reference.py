@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -45,5 +47,9 @@ class TestTorchReferenceOnGpu(AttentionSuite):
     dtypes = ("float32", "bfloat16")
 
     @pytest.fixture(autouse=True)
-    def _full_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    def _full_float32(self) -> Iterator[None]:
+        # Not monkeypatch: the setting is no attribute that can be deleted again.
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        yield
+        torch.backends.cuda.matmul.allow_tf32 = before
