@@ -166,7 +166,7 @@ def main_chat(argv: Sequence[str]) -> int:
 
 
 def main_complete(argv: Sequence[str]) -> int:
-    """Complete one text: -q, the words after --, or standard input."""
+    """Complete one text: that of -q, or standard input."""
     args, speaker = _start("complete", argv)
     try:
         prompt = args.quick if args.quick is not None else sys.stdin.read()
@@ -248,9 +248,10 @@ def _start(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Speak
     parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="model reference")
     parser.add_argument("--url", help="address of an OpenAI-compatible server")
     parser.add_argument("--model-name", help="model to ask the server for")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="server key")
+    parser.add_argument("--api-key", help="key of that server; default: OPENAI_API_KEY")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="one message, one answer")
-    parser.add_argument("--system-prompt", metavar="TEXT")
+    if command == "chat":
+        parser.add_argument("--system-prompt", metavar="TEXT")
     parser.add_argument("--stats", action="store_true", help="tokens and speed after each answer")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
@@ -265,9 +266,12 @@ def _start(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Speak
     if args.url:
         if args.model or found.files or found.values:
             raise ConfigError("with --url the server has its own model and config: leave ours out")
-        return args, RemoteSpeaker(args.url, args.model_name, args.api_key, params)
+        key = args.api_key or os.environ.get("OPENAI_API_KEY")
+        return args, RemoteSpeaker(args.url, args.model_name, key, params)
     if args.model_name:
         raise ConfigError("--model-name is for --url; name the model as the first argument")
+    if args.api_key:
+        raise ConfigError("--api-key is for --url; a model that runs here needs no key")
     from cardcage.core.llm import LLM
 
     config = found.load({"model": args.model} if args.model else None)

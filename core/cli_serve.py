@@ -70,7 +70,9 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         help="folder, .gguf file, org/name, pypi:dist, dummy:config.json; none = embedded model",
     )
     parser.add_argument("--access-log", action="store_true", help="log one line per request")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning, error")
+    parser.add_argument(
+        "--log-level", default="info", type=str.lower, choices=("debug", "info", "warning", "error")
+    )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,

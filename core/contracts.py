@@ -134,8 +134,7 @@ class Declaration(Protocol):
     """What an entry point of group `cardcage.<kind>` names: a class, instantiated with no args.
 
     Optional attributes: `options` (a pydantic model class with extra="forbid"), `roles`
-    (frozenset of frontend, core, worker, render), `metrics` (tuple of MetricDecl),
-    `request_args` (pydantic model of per-request extension fields), `activation`
+    (frozenset of frontend, core, worker, render), `metrics` (tuple of MetricDecl), `activation`
     ("available" or "opt-in"), `reasons_against(need) -> list[str]` (pure, never raises).
     """
 
@@ -351,7 +350,6 @@ class StepMeta:
     slot_mapping: torch.Tensor
     query_lens_host: Sequence[int]
     seq_lens_host: Sequence[int]
-    common_prefix_blocks: int = 0
 
 
 class AttentionBackend(Protocol):
@@ -931,8 +929,8 @@ class DraftAsk:
 
 
 class Speculator(Protocol):
-    """Proposes drafts, on the host, between two steps. `build` finds `vocab_size` and
-    `max_model_len` in the context's extras.
+    """Proposes drafts, on the host, between two steps. `build` finds `vocab_size` in the
+    context's extras.
 
     Verification, budgets and metrics belong to the core: a wrong draft costs time and changes no
     text. All calls come from the engine's thread and should take microseconds. A call that

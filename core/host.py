@@ -184,7 +184,10 @@ class Host:
 
     def open_source(self, ref: str, progress: Progress | None = None) -> c.ModelSource:
         """Resolve a model reference with the loader that recognises it best."""
-        asked = self._tree.get("loader", {}).get("use", "auto")
+        asked = self._tree["loader"]["use"]
+        named = None  # an unknown name is refused here, with the nearest one
+        if asked != "auto":
+            named = self.decide("loaders", c.LoaderNeed(), asked).chosen
         matches: list[tuple[int, str]] = []
         tried: list[str] = []
         for candidate in self.registry.candidates("loaders"):
@@ -196,11 +199,12 @@ class Host:
                 tried.append(f"  {candidate.id}: {str(error)[:200]}")
                 continue
             tried.append(f"  {candidate.id}: {match.reason if match else 'not its kind of name'}")
-            if match is not None and asked in ("auto", candidate.name, candidate.id):
+            if match is not None and named in (None, candidate):
                 matches.append((match.score, candidate.id))
         if not matches:
+            whose = "no loader recognises" if named is None else f"{asked} does not recognise"
             raise ModelError(
-                f"no loader recognises the model reference {ref[:200]!r}. It can be a folder, a "
+                f"{whose} the model reference {ref[:200]!r}. It can be a folder, a "
                 ".gguf file, org/name, pypi:dist, or dummy:config.json\n" + "\n".join(tried)
             )
         loader = self.resolve("loaders", c.LoaderNeed(), use=max(matches)[1])
@@ -272,19 +276,22 @@ def model_info(
         eos += ids
     served = tuple(tree.get("served_model_name") or ()) or (source.name or source.ref,)
     keep = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-    text = source.config.get("text_config") or source.config
     return ModelInfo(
         name=source.name or source.ref,
         served_names=served,
         max_model_len=max_model_len,
-        vocab_size=int(text["vocab_size"]),
+        vocab_size=_vocab_size(source),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         generation_defaults={k: generation[k] for k in keep if generation.get(k) is not None},
         scheduler_policy=tree["scheduler"]["policy"],
-        logprobs_mode=tree["sampling"]["logprobs_mode"],
+        takes_ext=bool(tree["sampling"]["use"]),
         max_logprobs=tree["sampling"]["max_logprobs"],
         created_s=int(time.time()),
     )
+
+
+def _vocab_size(source: c.ModelSource) -> int:
+    return int((source.config.get("text_config") or source.config)["vocab_size"])
 
 
 def open_source(ref: str = "", progress: Progress | None = None) -> c.ModelSource:
@@ -323,12 +330,12 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     executor: c.Executor = host.resolve(
         "executors", c.ExecutorNeed(device_type=hardware.device_type, features=features)
     )
+    drafter = make_drafter(host, source)  # before the weights: what is refused is refused soon
     capacity = executor.load(source, progress)
     kinds: Sequence[c.KVKind] = [
         host.resolve("kv_kinds", c.KVKindNeed(), use=group.kind, group=group)
         for group in capacity.groups
     ]
-    drafter = make_drafter(host, source, capacity)
     scheduler = Scheduler(
         scheduler_config(host.config, source, capacity),
         capacity,
@@ -355,7 +362,7 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     )
 
 
-def make_drafter(host: Host, source: c.ModelSource, capacity: KVCapacity) -> Drafter | None:
+def make_drafter(host: Host, source: c.ModelSource) -> Drafter | None:
     """The speculator that the config names and what keeps it in check; None for none.
 
     Raises ConfigError for a card whose drafts this version cannot verify.
@@ -374,15 +381,8 @@ def make_drafter(host: Host, source: c.ModelSource, capacity: KVCapacity) -> Dra
             f'speculator.use = "{name}" needs {what}, which this version has no way to pass on; '
             "choose one that guesses from token ids, such as ngram or suffix"
         )
-    text = source.config.get("text_config") or source.config
-    vocab_size = int(text["vocab_size"])
-    speculator: c.Speculator = host.resolve(
-        "speculators",
-        need,
-        use=name,
-        vocab_size=vocab_size,
-        max_model_len=capacity.max_model_len,
-    )
+    vocab_size = _vocab_size(source)
+    speculator: c.Speculator = host.resolve("speculators", need, use=name, vocab_size=vocab_size)
     policy = DraftPolicy(table["k"], table["adaptive"])
     fatal = table["on_error"] == "fatal"
     return Drafter(speculator, name, policy, vocab_size, fatal, time.monotonic)

@@ -22,7 +22,6 @@ from cardcage.core.policy import HOST_DIST, Policy
 from cardcage.core.resolver import Decision
 
 PLAN_VERSION = 1
-EXIT_MISMATCH = 3
 _ALL_ROLES = ("core", "frontend", "render", "worker")
 
 

@@ -504,6 +504,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     took = time.perf_counter() - began
     print(f"{args.seeds} seeds held: {dict(totals)} in {took:.1f} s")
     return 0
-
-
-main_torture = main

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 0.01
 GREEDY_EPS = 1e-5
 MAX_REPETITION = 1e6  # and its inverse: a logit times or by more leaves float32
@@ -38,7 +37,7 @@ class FinishReason(str, Enum):
 
 
 class RequestStatus(IntEnum):
-    """The one state machine. Everything above PREEMPTED is an end state."""
+    """The one state machine. FINISHED, FAILED and CANCELLED are its ends."""
 
     WAITING = 0
     PARKED = 1  # waits for an event (grammar, tier load, more input), never polled
@@ -48,10 +47,6 @@ class RequestStatus(IntEnum):
     FAILED = 5
     CANCELLED = 6
 
-    @property
-    def is_end(self) -> bool:
-        return self > RequestStatus.PREEMPTED
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -60,7 +55,8 @@ class SamplingParams:
     Field names and ranges are those that users of OpenAI's API and of vLLM know. Values out of
     range raise `InvalidRequest` naming the field. `temperature < 1e-5` means greedy. `stop`
     strings and `bad_words` need a tokenizer, so the text layer handles them: it turns
-    `bad_words` into `bad_words_ids` and matches `stop` on text.
+    `bad_words` into `bad_words_ids` and matches `stop` on text. `ext` is for the plugins that
+    `sampling.use` names; without one it is refused.
 
     Source: OpenAI API reference; vLLM 0.30 field names.
     """
@@ -219,7 +215,8 @@ class Request:
     `n > 1` never reaches the engine: the client makes one request per sample, child i with seed
     `seed + i`. `arrival_s` is in seconds of the engine's clock. `stop_token_ids` of the model
     (end of sequence) come in `eos_token_ids`. `root_key` isolates prefix-cache entries: the
-    client puts the tenant salt and the adapter digest there, already encoded.
+    client puts the tenant salt and the adapter digest there, already encoded. `session_id` is
+    carried for whoever routes or stores by conversation; the core gives it no meaning.
     """
 
     request_id: str
@@ -231,7 +228,6 @@ class Request:
     seed: int = 0  # resolved: the client's, or drawn at admission; 64 bits, kept for life
     root_key: bytes = b""
     session_id: str | None = None
-    ext: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -395,7 +391,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What frontends may know of the model. Plain data, so it crosses a process boundary."""
+    """What frontends may know of the model. Plain data, so it crosses a process boundary.
+
+    `takes_ext`: some plugin may read `SamplingParams.ext`.
+    """
 
     name: str
     served_names: tuple[str, ...]
@@ -404,7 +403,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     scheduler_policy: str = "fcfs"
-    logprobs_mode: str = "raw_logprobs"
+    takes_ext: bool = False
     max_logprobs: int = 20
     created_s: int = 0
 

@@ -36,6 +36,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     scheduler_policy: str = "fcfs"
+    takes_ext: bool = False
     max_logprobs: int = 20
 
 
@@ -192,6 +193,11 @@ class Intake:
         return out
 
     def _truncate(self, ids: list[int], request: GenRequest) -> list[int]:
+        if request.truncation_side not in ("left", "right"):
+            raise InvalidRequest(
+                f"truncation_side must be left or right, got {shown(request.truncation_side)!r}",
+                "truncation_side",
+            )
         keep = request.truncate_prompt_tokens
         if keep is None:
             return ids
@@ -199,11 +205,6 @@ class Intake:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {shown(keep)}",
                 "truncate_prompt_tokens",
-            )
-        if request.truncation_side not in ("left", "right"):
-            raise InvalidRequest(
-                f"truncation_side must be left or right, got {request.truncation_side!r}",
-                "truncation_side",
             )
         if keep == -1:
             keep = self.facts.max_model_len - 1
@@ -270,6 +271,12 @@ class Intake:
             )
         if not -(1 << 63) <= request.priority < 1 << 63:
             raise InvalidRequest("priority must be a signed 64-bit integer", "priority")
+        if params.ext and not self.facts.takes_ext:
+            raise InvalidRequest(
+                f"ext ({', '.join(sorted(map(shown, params.ext)))}) would be read by nobody: "
+                "sampling.use names no plugin",
+                "ext",
+            )
         self._check_sizes(params)
         self._check_vocabulary(params)
         if params.bad_words:
@@ -413,12 +420,6 @@ class Intake:
             skip_special=params.skip_special_tokens,
             space_special=params.spaces_between_special_tokens,
         )
-
-    def prompt_string(self, ids: Sequence[int]) -> str:
-        """Token ids as text, special tokens left in."""
-        if self.tokenizer is None:
-            raise InvalidRequest("this engine runs without a tokenizer", "prompt")
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _signed64(value: int) -> int:

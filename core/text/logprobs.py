@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from cardcage.core.text.detokenizer import Vocabulary
 from cardcage.core.types import TokenLogprob
 
-LOGPROB_FLOOR = -9999.0  # JSON has no -inf
-
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -22,11 +20,6 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
-
-
-def floored(value: float) -> float:
-    """The value, or the floor for -inf and NaN."""
-    return value if value > LOGPROB_FLOOR else LOGPROB_FLOOR
 
 
 def candidates(

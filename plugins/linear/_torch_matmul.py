@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -30,14 +32,27 @@ class MatmulKernel:
         return wide_product(x, handle)
 
 
+@cache
+def wide_product_works(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the device has a product with a wider result: one small one, against its value."""
+    # 2 x 128 + 1 has no bfloat16: a result that was rounded on the way shows.
+    a = torch.ones(16, 32, dtype=dtype, device=device_type)
+    b = torch.zeros(16, 32, dtype=dtype, device=device_type)
+    b[:, :2], b[:, 2] = 128.0, 1.0
+    try:
+        y = torch.mm(a, b.t(), out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return y.dtype == torch.float32 and bool((y == 257.0).all())
+
+
 def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> float32 [T, N], accumulated and kept in float32."""
     if weight.dtype == torch.float32:
         return F.linear(x.to(torch.float32), weight)
-    if x.is_cuda:
+    if wide_product_works(x.device.type, x.dtype):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    # Hosts have no product with a wider result: widen the weight some rows at a time, small
-    # enough to stay in a core's cache.
+    # Widen the weight some rows at a time, small enough to stay in a core's cache.
     wide = x.to(torch.float32)
     out = wide.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, weight.shape[0], _WIDE_ROWS):

@@ -88,6 +88,10 @@ def test_contradictions_are_refused(url: str) -> None:
         main_chat(["--url", url, "--max-num-seqs", "3", "-q", "hi"])
     with pytest.raises(ConfigError, match="--model-name is for --url"):
         main_chat(["--model-name", "x", "-q", "hi"])
+    with pytest.raises(ConfigError, match="--api-key is for --url"):
+        main_chat(["--api-key", "x", "-q", "hi"])
+    with pytest.raises(SystemExit):  # a completion has no system prompt to put it in
+        main_complete(["--system-prompt", "x", "-q", "hi"])
 
 
 def test_an_interrupted_answer_keeps_what_was_said(

@@ -262,6 +262,7 @@ BAD = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"ext": {"mark": 1}}, "ext"),
 ]
 
 
@@ -290,6 +291,7 @@ def test_bad_parameters_name_the_field(params: dict[str, Any], param: str) -> No
         ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "x", "messages": []}, "prompt"),
         ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": "x", "truncation_side": "up"}, "truncation_side"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
     ],
@@ -300,6 +302,15 @@ def test_bad_requests_name_the_field(changes: dict[str, Any], param: str) -> Non
             with pytest.raises(RequestError) as caught:
                 await client.submit(GenRequest(**changes))
             assert caught.value.param == param
+
+    asyncio.run(main())
+
+
+def test_ext_reaches_plugins_where_there_are_some() -> None:
+    async def main() -> None:
+        async with running(make_parts(info=make_info(takes_ext=True))) as (client, engine):
+            await collect(await client.submit(request(ext={"mark": 1})))
+            assert [r.params.ext for r in engine.seen] == [{"mark": 1}]
 
     asyncio.run(main())
 

@@ -185,7 +185,8 @@ class FakeEngine:
             new.append(token)
             done += 1
             if params.logprobs is not None:
-                top = tuple(((token + i) % 265, -0.5 - i) for i in range(params.logprobs))
+                count = 265 if params.logprobs == -1 else params.logprobs
+                top = tuple(((token + i) % 265, -0.5 - i) for i in range(count))
                 logprobs.append(TokenLogprob(token, -0.5, 1, top))
             if token in stops and done >= params.min_tokens:
                 reason = FinishReason.STOP
@@ -200,7 +201,7 @@ class FakeEngine:
         if done == len(new) and params.prompt_logprobs is not None:
             ids = request.prompt_token_ids
             output.prompt_logprobs = [None] + [
-                TokenLogprob(t, -1.0, 2, ((1, -0.25),) * min(1, params.prompt_logprobs))
+                TokenLogprob(t, -1.0, 2, ((1, -0.25),) * (params.prompt_logprobs != 0))
                 for t in ids[1:]
             ]
         self._stats.generation_tokens += len(new)

@@ -110,7 +110,7 @@ class _Answer:
         self.names = g.TokenNames(client, bool(body.return_tokens_as_token_ids))
         self.prefix = ""
         if body.echo and body.messages[-1]["role"] == "assistant":
-            content = body.messages[-1]["content"]
+            content = body.messages[-1].get("content")
             self.prefix = content if isinstance(content, str) else ""
         wanted = body.stream_options
         self.include_usage = options.force_include_usage or bool(wanted and wanted.include_usage)

@@ -55,7 +55,8 @@ def to_requests(
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
         if body.echo:
-            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+            asked = (body.logprobs, body.prompt_logprobs or 0)
+            fields["prompt_logprobs"] = -1 if -1 in asked else max(asked)
     if fields.get("max_tokens") == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens must be at least 1 (0 needs echo=true)", "max_tokens")
     prompts = prompts_of(body.prompt, options.max_prompts)
@@ -266,7 +267,9 @@ class _Legacy:
     def _entry(self, entry: TokenLogprob, offset: int) -> None:
         names = self._answer.names
         token = names(entry.token_id)[0]
-        top = {names(t)[0]: g.floor(v) for t, v in entry.top[: self._answer.body.logprobs]}
+        wanted = self._answer.body.logprobs
+        shown = entry.top if wanted == -1 else entry.top[:wanted]
+        top = {names(t)[0]: g.floor(v) for t, v in shown}
         top.setdefault(token, g.floor(entry.logprob))
         self._put(token, g.floor(entry.logprob), top, offset)
 

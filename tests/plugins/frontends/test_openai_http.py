@@ -273,6 +273,23 @@ def test_echo_with_logprobs(server: LiveServer) -> None:
     assert streamed == logprobs
 
 
+def test_echo_of_a_message_without_content(server: LiveServer) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    answer = server.web.post("/v1/chat/completions", json={"messages": turns, "echo": True})
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_whole_vocabulary_in_logprobs() -> None:
+    body = {"prompt": "abxy", "logprobs": -1, "prompt_logprobs": 2, "echo": True, "max_tokens": 2}
+    with LiveServer(make_parts(info=make_info(max_logprobs=-1))) as live:
+        choice = live.web.post("/v1/completions", json=body).json()["choices"][0]
+        params = live.engine.seen[0].params
+    assert (params.logprobs, params.prompt_logprobs) == (-1, -1)
+    for top in choice["logprobs"]["top_logprobs"][-2:]:
+        assert min(top.values()) == -264.5  # the last of 265
+
+
 def test_scoring_a_prompt_without_generating(server: LiveServer) -> None:
     body = {"prompt": "abxy", "echo": True, "logprobs": 1, "max_tokens": 0}
     answer = server.web.post("/v1/completions", json=body).json()

@@ -37,6 +37,14 @@ def test_product(tokens: int, dtype: torch.dtype, with_bias: bool) -> None:
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_wide_product_is_not_rounded(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(2050, 24).to(dtype), torch.randn(3, 24).to(dtype)
+    got = TorchMatmul().build(LinearNeed(), None, None).run_wide(weight, x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+
+
 def test_the_weight_is_not_copied() -> None:
     kernel = TorchMatmul().build(LinearNeed(), None, None)
     weight = torch.randn(5, 8)
