@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -336,6 +337,15 @@ def test_threads_share_an_engine() -> None:
             assert [o[0].outputs[0].token_ids for o in found] == alone
 
 
+@pytest.fixture
+def _default_interrupts() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a run in the background starts with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupts")
 def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
     whole: list[bool] = []
 
