@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -250,3 +251,12 @@ def test_public_names_of_the_core_have_docstrings() -> None:
                     yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
 
     assert not faults(found())
+
+
+def test_the_page_on_architecture_names_every_file_of_the_core() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    named = re.findall(r"`(?:core/)?([a-z_]+(?:_\*)?)\.py`", page)
+    patterns = [name.replace("*", ".*") for name in named]
+    files = [p.stem for p in (ROOT / "core").glob("*.py") if p.stem != "__init__"]
+    assert [f for f in files if not any(re.fullmatch(p, f) for p in patterns)] == []
+    assert [n for n in named if n not in files and not n.endswith("_*")] == []
