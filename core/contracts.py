@@ -723,11 +723,8 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingCaps(Caps):
-    """order: position between built-in stages; see sampling_watermark.md 1."""
+    """draft_rows: it can edit rows that follow drafts; if not, no speculator runs beside it."""
 
-    order: int = 9
-    argmax_invariant: bool = False
-    uses_history: bool = False
     draft_rows: bool = True
     device_type: Any = None
 
@@ -749,7 +746,14 @@ class SampleRows:
 
 
 class LogitsPlugin(Protocol):
-    """Edits logits rows in place. Keeps no state by batch index and none advanced in apply."""
+    """Edits logits rows in place. Keeps no state by batch index and none advanced in apply.
+
+    `order` is its place between the built-in stages (`runtime.sampler` numbers them; 9 is usual);
+    `argmax_invariant` says that greedy rows may skip it.
+    """
+
+    order: float
+    argmax_invariant: bool
 
     def validate(self, params: SamplingParams) -> str | None: ...
     def admit(self, slot: int, params: SamplingParams, prompt_ids: Sequence[int]) -> bool: ...

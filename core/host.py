@@ -317,6 +317,7 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
     hardware = host.choose_hardware()
     tree = host.config.as_dict()
     _refuse_unbuilt(tree)
+    _check_sampling(host)
     source = host.open_source(model_reference(tree), progress)
     architectures = source.config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
@@ -416,6 +417,21 @@ def _refuse_unbuilt(tree: Mapping[str, Any]) -> None:
     """Name what a config asks for and this version cannot do, instead of ignoring it."""
     if tree["kv"]["tiers"]:
         raise ConfigError("kv.tiers: this version has no tiers below device memory; remove them")
+
+
+def _check_sampling(host: Host) -> None:
+    """A logits plugin that cannot follow drafts and a speculator exclude each other."""
+    tree = host.config.as_dict()
+    assert host.hardware is not None
+    need = c.SamplingNeed(device_type=host.hardware.device_type)
+    for name in tree["sampling"]["use"] if tree["speculator"]["use"] else ():
+        chosen = host.decide("sampling", need, name).chosen
+        if chosen is not None and not host.registry.load(chosen).caps.draft_rows:
+            raise ConfigError(
+                f'sampling.use names "{name}", which cannot follow drafts (its caps say draft_rows '
+                f'= False), and speculator.use = "{tree["speculator"]["use"]}" makes them; leave '
+                "one of the two out"
+            )
 
 
 def scheduler_config(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cardcage.core.contracts import LogitsPlugin
 from cardcage.core.runtime.batch import BatchState, Slot
 from cardcage.core.runtime.layout import Int64, Layout
 from cardcage.core.runtime.slot_params import Feature
@@ -49,7 +50,7 @@ class Planner:
         self.batch = batch
         self.layout = layout
 
-    def plan(self, plugins: Sequence[Any], wants: Sequence[set[int]]) -> SamplePlan:
+    def plan(self, plugins: Sequence[LogitsPlugin], wants: Sequence[set[int]]) -> SamplePlan:
         """The finished plan. `wants[i]` are the slots that plugin i cares for."""
         layout = self.layout
         slots = layout.slots[layout.row]
@@ -137,9 +138,11 @@ class Planner:
         plan.uploads["word_len"] = np.ascontiguousarray(pairs[:, 1])
         plan.longest_word = int(pairs[:, 1].max())
 
-    def _plugins(self, plan: SamplePlan, plugins: Sequence[Any], wants: Sequence[set[int]]) -> None:
+    def _plugins(
+        self, plan: SamplePlan, plugins: Sequence[LogitsPlugin], wants: Sequence[set[int]]
+    ) -> None:
         for index, (plugin, wanted) in enumerate(zip(plugins, wants)):
-            skip_greedy = getattr(plugin, "argmax_invariant", False)
+            skip_greedy = plugin.argmax_invariant
             chosen = [
                 row
                 for row, slot in enumerate(plan.slots)

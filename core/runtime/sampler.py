@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cardcage.core.contracts import SampleRows
+from cardcage.core.contracts import LogitsPlugin, SampleRows
 from cardcage.core.runtime import slot_params as tables
 from cardcage.core.runtime.batch import BatchState, spread
 from cardcage.core.runtime.layout import Layout
@@ -66,15 +65,14 @@ class Sampler:
     """Runs the pipeline on one batch state.
 
     Args:
-        plugins: logits plugins; the optional attributes `order` (default 9) and
-            `argmax_invariant` (default False) of each are read here.
+        plugins: logits plugins.
         logprobs_mode: raw_logprobs, processed_logprobs, raw_logits or processed_logits.
     """
 
     def __init__(
         self,
         batch: BatchState,
-        plugins: Sequence[Any] = (),
+        plugins: Sequence[LogitsPlugin] = (),
         logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self.batch = batch
@@ -93,8 +91,7 @@ class Sampler:
             (12, Feature.TRUNCATE, self._truncate),
         ]
         for index, plugin in enumerate(self.plugins):
-            order = getattr(plugin, "order", 9)
-            stages.append((order, Feature.PLUGIN, self._plugin_stage(index)))
+            stages.append((plugin.order, Feature.PLUGIN, self._plugin_stage(index)))
         self._stages = sorted(stages, key=lambda stage: stage[0])
 
     # -- host side -------------------------------------------------------------------------
@@ -178,7 +175,7 @@ class Sampler:
 
     def _by_row(self, plan: SamplePlan, logits: torch.Tensor) -> bool:
         """Whether stages 10 to 13 run row by row in host memory, without masking whole rows."""
-        late = any(getattr(p, "order", 9) >= 10 for p in self.plugins)
+        late = any(plugin.order >= 10 for plugin in self.plugins)
         shown = self.processed and len(plan.logprob_rows) > 0
         host = logits.device.type == "cpu" and not plan.from_table
         return bool(plan.union & Feature.RANDOM) and host and not late and not shown

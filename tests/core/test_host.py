@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from cardcage.core.config import load_config
-from cardcage.core.errors import ModelError, SelectionError
-from cardcage.core.host import Host
+from cardcage.core.contracts import SamplingNeed
+from cardcage.core.errors import ConfigError, ModelError, PluginLoadError, SelectionError
+from cardcage.core.host import Host, build_engine
+from cardcage.core.policy import Policy
+from cardcage.core.registry import Registry
 
 
 def host(**overrides: Any) -> Host:
@@ -28,3 +31,24 @@ def test_a_named_loader_is_the_only_one_asked(tmp_path: Path) -> None:
         host(loader={"use": "cardcage/dummy"}).open_source(f"dummy:{tmp_path}")
     with pytest.raises(ModelError, match="no loader recognises"):
         host().open_source("no such thing")
+
+
+def test_a_logits_plugin_without_draft_rows_excludes_a_speculator(site: Any) -> None:
+    site.plugin("acme", "sampling", "mark", "SamplingCaps(draft_rows=False)")
+    tree = {"hardware": {"use": "cpu"}, "speculator": {"use": "ngram"}}
+    config = load_config(env={}, overrides={**tree, "sampling": {"use": ["mark"]}})
+    with pytest.raises(ConfigError, match=r'"mark", which cannot follow drafts.*"ngram"'):
+        build_engine(config, registry=Registry.discover(Policy(), [str(site.path)]))
+
+
+def test_a_logits_plugin_must_say_where_it_stands(site: Any) -> None:
+    methods = "".join(
+        f"def {n}(self, *a): ...\n" for n in ("validate", "admit", "release", "apply")
+    )
+    site.plugin("acme", "sampling", "mark", "SamplingCaps()", extra=methods)
+    made = Host(
+        load_config(env={}, overrides={"hardware": {"use": "cpu"}}),
+        Registry.discover(Policy(), [str(site.path)]),
+    )
+    with pytest.raises(PluginLoadError, match="lacks order, argmax_invariant"):
+        made.resolve("sampling", SamplingNeed(), use="mark")
