@@ -40,6 +40,8 @@ from cardcage.core.resolver import did_you_mean
 SYSTEM_DIR = "/etc/cardcage"
 # Paths whose values are never printed.
 SECRET = frozenset({"server.api_keys"})
+# Two ways to say one thing: a proposal for the first yields to whoever set the second.
+_YIELDS_TO = {"kv.bytes": "kv.utilization"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Config:
             if field_at(split_path(path)) is None:
                 hint = nearest_path(split_path(path))
                 raise ConfigError(f"{reason}: proposes {path}, which does not exist{hint}")
+            if path in _YIELDS_TO and self.origin(_YIELDS_TO[path]).source != "default":
+                continue
             before = merged.get(path)
             if before is not None and before[0] != value and not self.is_set(path):
                 raise ConfigError(

@@ -36,6 +36,8 @@ class RequestPlan:
 
 @dataclass(slots=True)
 class Plan:
+    """The requests of one step, and where its new keys and values go."""
+
     requests: list[RequestPlan]
     block: torch.Tensor  # int64 per written row
     offset: torch.Tensor

@@ -31,6 +31,8 @@ DEFAULT_SMS = 108  # only when the platform tells none
 
 @dataclass(slots=True)
 class DecodePlan:
+    """Work items of the decode rows, and room for the partial results of split requests."""
+
     num_reqs: int
     rows: int  # most query tokens of a request * group
     num_items: int
@@ -42,6 +44,8 @@ class DecodePlan:
 
 @dataclass(slots=True)
 class PrefillPlan:
+    """Work items of the rows of several tokens, int32 [num_items, ...] on the device."""
+
     config: PrefillConfig
     num_items: int
     items: torch.Tensor

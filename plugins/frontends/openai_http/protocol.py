@@ -21,10 +21,14 @@ Json = dict[str, Any]
 
 
 class Body(BaseModel):
+    """Base of all bodies: strict types; `parse_body` judges fields that are not declared."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(BaseModel):
+    """What a stream carries beside its text."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -69,6 +73,8 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
     messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -79,11 +85,15 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
     prompt: Any
     logprobs: int | None = None
 
 
 class TokenizeBody(Body):
+    """POST /tokenize."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -95,6 +105,8 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    """POST /detokenize."""
+
     model: str | None = None
     tokens: list[int]
 

@@ -28,7 +28,6 @@ _SEQS = 64
 _POOL_SHARE = 0.4
 _POOL_MAX = 4 * _host.GIB
 _POOL_MIN = 64 * _host.MIB
-_DEFAULT_UTILIZATION = 0.9
 
 
 class CpuPlatform:
@@ -89,21 +88,18 @@ class CpuPlatform:
     def defaults(self, config: Mapping[str, Any]) -> dict[str, Default]:
         """Sizes for a host: a share of free memory for the pool, small steps, one in flight."""
         free, _ = self.memory()
-        found = {
+        size = max(_POOL_MIN, min(_POOL_MAX, int(free * _POOL_SHARE)))
+        return {
             "scheduler.max_num_batched_tokens": Default(
                 _STEP_TOKENS, "short steps keep decoding requests moving on a host"
             ),
             "scheduler.max_num_seqs": Default(_SEQS, "a host gains little from larger batches"),
             "scheduler.steps_in_flight": Default(1, "the host itself does the work of a step"),
-        }
-        kv = config.get("kv", {})
-        if kv.get("bytes") is None and kv.get("utilization") == _DEFAULT_UTILIZATION:
-            size = max(_POOL_MIN, min(_POOL_MAX, int(free * _POOL_SHARE)))
-            found["kv.bytes"] = Default(
+            "kv.bytes": Default(
                 size // _host.MIB * _host.MIB,
                 f"{_POOL_SHARE:.0%} of {free / _host.GIB:.1f} GiB available, at most 4 GiB",
-            )
-        return found
+            ),
+        }
 
     def constraints(self, config: Mapping[str, Any]) -> list[Violation]:
         """A pool must fit into the memory that the process may use."""

@@ -81,9 +81,13 @@ def test_default_pool(
     assert "available" in proposal.reason
 
 
-def test_what_the_user_set_about_the_pool_is_left_alone(platform: Any) -> None:
-    assert "kv.bytes" not in platform.defaults(tree(**{"kv.bytes": "1GiB"}))
-    assert "kv.bytes" not in platform.defaults(tree(**{"kv.utilization": 0.3}))
+@pytest.mark.parametrize("share", [0.3, 0.9])  # 0.9 is the default, asked for all the same
+def test_what_the_user_set_about_the_pool_is_left_alone(platform: Any, share: float) -> None:
+    for mine in ({"kv.bytes": "1GiB"}, {"kv.utilization": share}):
+        config = load_config(env={}, overrides=mine)
+        proposals = platform.defaults(config.as_dict()).items()
+        patched = config.with_patches([(p, d.value, f"cpu: {d.reason}") for p, d in proposals])
+        assert patched.tree.kv == config.tree.kv
 
 
 def test_proposals_fit_the_config(platform: Any) -> None:
