@@ -366,9 +366,11 @@ def _build(host: Host, progress: Progress | None) -> EngineParts:
 def make_drafter(host: Host, source: c.ModelSource) -> Drafter | None:
     """The speculator that the config names and what keeps it in check; None for none.
 
-    Raises ConfigError for a card whose drafts this version cannot verify.
+    Raises ConfigError for a card whose drafts this version cannot verify, and for a sampling
+    plugin that does not work with drafts.
     """
-    table = host.config.as_dict()["speculator"]
+    tree = host.config.as_dict()
+    table = tree["speculator"]
     name, hardware = table["use"], host.hardware
     if not name:
         return None
@@ -380,10 +382,18 @@ def make_drafter(host: Host, source: c.ModelSource) -> Drafter | None:
         what = "hidden states" if caps.needs_hidden else f"drafts with a {caps.dist} distribution"
         raise ConfigError(
             f'speculator.use = "{name}" needs {what}, which this version has no way to pass on; '
-            "choose one that guesses from token ids, such as ngram or suffix"
+            "choose one that guesses from token ids alone"
         )
     vocab_size = _vocab_size(source)
     speculator: c.Speculator = host.resolve("speculators", need, use=name, vocab_size=vocab_size)
+    for plugin in tree["sampling"]["use"]:
+        wanted = c.SamplingNeed(device_type=hardware.device_type)
+        candidate = host.decide("sampling", wanted, plugin).chosen
+        if candidate is not None and not host.registry.load(candidate).caps.draft_rows:
+            raise ConfigError(
+                f"sampling plugin {plugin} does not work with drafts (its caps say draft_rows = "
+                f'False); remove it from sampling.use, or speculator.use = "{name}"'
+            )
     policy = DraftPolicy(table["k"], table["adaptive"])
     fatal = table["on_error"] == "fatal"
     return Drafter(speculator, name, policy, vocab_size, fatal, time.monotonic)

@@ -54,6 +54,12 @@ class _StatsCollector(Collector):
             ("num_requests_running", "Requests in the running batch.", s.num_running),
             ("num_requests_waiting", "Requests waiting to run.", s.num_waiting + s.num_parked),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", s.kv_usage),
+            ("spec_decode_acceptance_rate", "Share of drafts kept, 0 to 1.", s.acceptance_rate),
+            (
+                "spec_decode_mean_acceptance_length",
+                "Mean tokens of a row with drafts, 1 or more.",
+                s.tokens_per_draft_row,
+            ),
         ):
             gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=names)
             gauge.add_metric(values, value)

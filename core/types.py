@@ -388,6 +388,16 @@ class EngineStats:
     drafter_failures: int = 0  # 1: drafting ended with an error
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of verified drafts that were kept; 0 without any."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def tokens_per_draft_row(self) -> float:
+        """Mean tokens that a row with drafts emitted; 1 without any."""
+        return 1.0 + (self.accepted_tokens / self.draft_rows if self.draft_rows else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from cardcage.core.config import load_config
 from cardcage.core.contracts import DraftAsk
-from cardcage.core.errors import EngineDead
+from cardcage.core.errors import ConfigError, EngineDead
+from cardcage.core.host import Host, make_drafter
+from cardcage.core.metrics import EngineMetrics
 from cardcage.core.torture_device import VOCAB, fake_stream
-from cardcage.core.types import KVGroupSpec
+from cardcage.core.types import EngineStats, KVGroupSpec
 from tests.support.core_rig import FULL, Rig
+
+if TYPE_CHECKING:
+    from tests.core.conftest import FakeSite
 
 WINDOW = KVGroupSpec("window", "window", 4, 64, {"window": 6})
 
@@ -330,3 +338,67 @@ def test_a_fatal_card_ends_the_engine(method: str) -> None:
         rig.engine.step()
     with pytest.raises(EngineDead):
         rig.add("c", 3)
+
+
+# ---- the composition root and the figures -------------------------------------------------------
+
+
+def host_with(**tables: Any) -> Host:
+    host = Host(load_config(overrides={"hardware": {"use": "cpu"}, **tables}))
+    host.choose_hardware()
+    return host
+
+
+SOURCE: Any = SimpleNamespace(config={"vocab_size": 100})
+
+
+def test_the_host_builds_what_is_named() -> None:
+    assert make_drafter(host_with(), SOURCE) is None
+    options = {"prompt_lookup_max": 3}
+    table = {"use": "ngram", "k": 7, "adaptive": False, "on_error": "fatal", "options": options}
+    drafter = make_drafter(host_with(speculator=table), SOURCE)
+    assert drafter is not None
+    assert (drafter.vocab_size, drafter.fatal, drafter.policy.k) == (100, True, 7)
+    assert drafter.drafting
+    assert drafter.speculator.longest == 3  # type: ignore[attr-defined]
+    told = drafter.explain()
+    assert (told["use"], told["k"], told["adaptive"]) == ("ngram", 7, False)
+    assert "one while drafts are proposed" in str(told["steps_in_flight"])
+
+
+@pytest.mark.parametrize(
+    ("caps", "what"),
+    [("needs_hidden=True", "hidden states"), ("dist='dense'", "a dense distribution")],
+)
+def test_cards_that_need_more_are_refused(site: FakeSite, caps: str, what: str) -> None:
+    site.plugin("deep-dist", "speculators", "deep", f"SpeculatorCaps({caps})")
+    with pytest.raises(ConfigError, match=what):
+        make_drafter(host_with(speculator={"use": "deep"}), SOURCE)
+
+
+def test_sampling_plugins_that_know_no_drafts_are_refused(site: FakeSite) -> None:
+    site.plugin("old-dist", "sampling", "old", "SamplingCaps(draft_rows=False)")
+    host = host_with(speculator={"use": "ngram"}, sampling={"use": ["old"]})
+    with pytest.raises(ConfigError, match="sampling plugin old does not work with drafts"):
+        make_drafter(host, SOURCE)
+
+
+def test_metrics() -> None:
+    rig = Rig(speculator=Card(), k=3)
+    rig.add("a", PROMPTS["a"], max_tokens=9)
+    rig.run()
+    stats = rig.engine.stats()
+    assert stats.acceptance_rate == 1.0
+    assert stats.tokens_per_draft_row == 4.0
+    assert msgspec.convert(msgspec.to_builtins(stats), EngineStats) == stats
+    metrics = EngineMetrics("m", 64)
+    metrics.update(stats)
+    text = metrics.text().decode()
+    for line in (
+        'spec_decode_num_drafts_total{engine="0",model_name="m"} 2.0',
+        'spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 6.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 2.0',
+        'spec_decode_mean_acceptance_length{engine="0",model_name="m"} 4.0',
+        'spec_decode_drafter_failures_total{engine="0",model_name="m"} 0.0',
+    ):
+        assert line in text
