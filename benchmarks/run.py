@@ -69,7 +69,7 @@ def _decode(llm: LLM, batch: int, salt: int) -> list[tuple[str, str, float]]:
     short, _ = run_wave(llm, [(p, 2) for p, _ in wave])
     llm.reset_prefix_cache()
     long, _ = run_wave(llm, wave)
-    return [(f"w2 batch {batch}", "ms a step", (long - short) / (wave[0][1] - 2) * 1e3)]
+    return [(f"w2 batch {batch}", "step ms", (long - short) / (wave[0][1] - 2) * 1e3)]
 
 
 def device_name(llm: LLM) -> str:
