@@ -10,12 +10,12 @@ from cardcage.core.contracts import PluginContext, QuantCaps, Quantizer, QuantNe
 
 Scheme = Literal[
     "fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor",
-    "int8", "int8_per_channel", "int8_per_channel_weight_only", "none",
+    "int8", "int8_per_channel", "int8_per_channel_weight_only", "int8_per_group", "none",
 ]  # fmt: skip
 
 
 class OnlineOptions(BaseModel):
-    """What to quantize and how. "fp8" is per tensor, "int8" per channel."""
+    """What to quantize and how. "fp8" is per tensor, "int8" per group of 128 columns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     scheme: Scheme = Field("fp8", description="the scheme of linear layers")

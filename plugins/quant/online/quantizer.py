@@ -8,6 +8,7 @@ the weight is encoded from float32 by its largest magnitudes:
 | fp8_per_tensor | e4m3 | the component | per token |
 | fp8_per_channel | e4m3 | each row | per token |
 | fp8_per_block | e4m3 | 128 x 128 | per token and 128 columns |
+| int8_per_group | int8 | each row and 128 columns | per token and 128 columns |
 | int8_per_channel | int8 | each row | per token |
 | int8_per_channel_weight_only | int8 | each row | left alone |
 
@@ -44,10 +45,10 @@ from cardcage.plugins.quant._codecs import Layout, encode_eight_bit, make_record
 from cardcage.plugins.quant._stored import matches_glob, plain_record
 
 ShardMax = Callable[[LinearDesc, Tensor], Tensor]
-_BLOCK = (128, 128)
+_BLOCKS = {"per_block": (128, 128), "per_group": (1, 128)}
 # The broad option never touches these: they are small, and errors in them cost the most.
 _UNTOUCHED = frozenset({"lm_head", "gate", "router", "shared_expert_gate"})
-_SHORT = {"fp8": "fp8_per_tensor", "int8": "int8_per_channel"}
+_SHORT = {"fp8": "fp8_per_tensor", "int8": "int8_per_group"}
 
 
 class OnlineQuantizer:
@@ -122,7 +123,7 @@ class OnlineQuantizer:
         if not bool(torch.isfinite(weight).all()):
             raise CheckpointError(f"{desc.name}.weight holds NaN or infinity")
         family, _, scope = scheme.partition("_")
-        block = _BLOCK if scope == "per_block" else None
+        block = _BLOCKS.get(scope)
         reduce_max = self._reduce_max
         codes, scale = encode_eight_bit(
             weight, family, block, scope == "per_tensor",
@@ -131,7 +132,7 @@ class OnlineQuantizer:
         act = ""
         if self._options.activations == "dynamic" and not scope.endswith("weight_only"):
             act = "group" if block is not None and scale.shape[1] > 1 else "token"
-        group = _BLOCK[1] if scale.shape[1] > 1 else 0
+        group = block[1] if block is not None and scale.shape[1] > 1 else 0
         n, k = weight.shape
         layout = Layout(family, group, act=act)
         return make_record(layout, (int(n), int(k)), {"weight": codes, "scale": scale})

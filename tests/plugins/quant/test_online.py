@@ -46,7 +46,8 @@ def encode(w: np.ndarray, family: str, rows: int, cols: int) -> np.ndarray:
         ("fp8", "fp8", 12, 24, "fp8:row/token"),
         ("fp8_per_channel", "fp8", 1, 24, "fp8:row/token"),
         ("fp8_per_block", "fp8", 128, 128, "fp8:row/token"),
-        ("int8", "int8", 1, 24, "int8:row/token"),
+        ("int8", "int8", 1, 128, "int8:row/token"),
+        ("int8_per_channel", "int8", 1, 24, "int8:row/token"),
         ("int8_per_channel_weight_only", "int8", 1, 24, "int8:row"),
     ],
 )
@@ -60,12 +61,13 @@ def test_codes(scheme: str, family: str, rows: int, cols: int, encoding: str,
     assert torch.equal(got.decode(got), expected)
 
 
-def test_blocks_with_edges() -> None:
-    w = weight(140, 260)
-    got = q.record(q.build(Online, None, scheme="fp8_per_block"), {"a.weight": w}, "a", 140, 260)
-    assert got.encoding == "fp8:g128/group"
+@pytest.mark.parametrize(("scheme", "rows"), [("fp8_per_block", 128), ("int8_per_group", 1)])
+def test_blocks_with_edges(scheme: str, rows: int) -> None:
+    w, family = weight(140, 260), scheme.partition("_")[0]
+    got = q.record(q.build(Online, None, scheme=scheme), {"a.weight": w}, "a", 140, 260)
+    assert got.encoding == f"{family}:g128/group"
     assert torch.equal(
-        got.decode(got), torch.from_numpy(encode(w.float().numpy(), "fp8", 128, 128))
+        got.decode(got), torch.from_numpy(encode(w.float().numpy(), family, rows, 128))
     )
 
 
@@ -82,7 +84,9 @@ def test_a_weight_of_zeros_and_tiny_numbers() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_per_channel", "int8", "fp8_per_block"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8", "fp8_per_channel", "int8_per_channel", "int8", "fp8_per_block"]
+)
 def test_shards_share_the_scales_of_the_whole(scheme: str, axis: int) -> None:
     """Two ranks that reduce magnitudes over the sharded axis get the unsharded codes, bitwise."""
     w = weight(256, 512)
@@ -94,7 +98,7 @@ def test_shards_share_the_scales_of_the_whole(scheme: str, axis: int) -> None:
     shards = w.chunk(2, axis)
     # the collective, simulated: first collect each rank's magnitudes, then hand out the maximum
     seen: list[torch.Tensor] = []
-    spans = scheme == "fp8" or (axis == 1 and scheme in ("fp8_per_channel", "int8"))
+    spans = scheme == "fp8" or (axis == 1 and scheme in ("fp8_per_channel", "int8_per_channel"))
 
     def run(reduce_max: Any) -> list[Any]:
         ctx = q.context(None, reduce_max=reduce_max)
@@ -129,12 +133,12 @@ def test_components_keep_their_own_scale() -> None:
     [
         ("model.layers.0.mlp.up_proj", "linear", {}, "fp8_per_tensor"),
         ("model.layers.0.mlp.experts.3.up_proj", "moe", {}, "fp8_per_tensor"),
-        ("model.layers.0.mlp.experts.3.up_proj", "moe", {"moe": "int8"}, "int8_per_channel"),
+        ("model.layers.0.mlp.experts.3.up_proj", "moe", {"moe": "int8"}, "int8_per_group"),
         ("model.layers.0.mlp.up_proj", "linear", {"moe": "int8"}, "fp8_per_tensor"),
         ("lm_head", "linear", {}, "none"),
         ("model.layers.0.mlp.gate", "linear", {}, "none"),
         ("model.embed_tokens", "embedding", {}, "none"),
-        ("lm_head", "linear", {"targets": {"lm_head": "int8"}}, "int8_per_channel"),
+        ("lm_head", "linear", {"targets": {"lm_head": "int8"}}, "int8_per_group"),
         ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["re:.*down_proj"]}, "none"),
         ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["*.down_proj"]}, "none"),
         ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["down_proj"]}, "fp8_per_tensor"),
