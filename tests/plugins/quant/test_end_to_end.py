@@ -187,10 +187,9 @@ def save(
 
 
 def engine(folder: Path, **more: Any) -> LLM:
-    return LLM(
-        str(folder), dtype="float32", skip_tokenizer_init=True, kv={"bytes": "1MiB"},
-        hardware={"use": "cpu"}, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, **more,
-    )  # fmt: skip
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    cpu = {"kv": {"bytes": "1MiB"}, "hardware": {"use": "cpu"}}
+    return LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **sizes, **cpu, **more)
 
 
 def logprobs(llm: LLM, tokens: list[int]) -> torch.Tensor:
