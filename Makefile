@@ -30,7 +30,7 @@ test: $(DEV_STAMP)  ## run the default tests
 	$(BIN)/python -m pytest
 
 test-slow: $(DEV_STAMP)  ## run the slow tier
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+	$(BIN)/python -m pytest --timeout 1200 -m 'slow and not gpu'
 
 test-all: test test-slow  ## both tiers
 
