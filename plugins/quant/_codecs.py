@@ -261,6 +261,7 @@ def encode_eight_bit(
     block: tuple[int, int] | None,
     per_tensor: bool = False,
     reduce_max: ReduceMax | None = None,
+    search: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a float weight [N, K] to fp8 or int8 codes [N, K] and scales [N, G] float32.
 
@@ -270,6 +271,8 @@ def encode_eight_bit(
         per_tensor: one scale for all (block is None then).
         reduce_max: joins the magnitudes with those of the other shards of the same weight, so
             that codes and scales equal those of the unsharded weight. Called once.
+        search: fp8 with one scale per row or group: of 8 scales within an octave, take the one
+            with the least squared error.
 
     A group of zeros gets scale 1 and codes 0.
     """
@@ -289,6 +292,8 @@ def encode_eight_bit(
     limit = E4M3_MAX if family == "fp8" else 127.0
     tiny = torch.finfo(torch.float32).tiny
     scale = torch.where(amax > 0, (amax / limit).clamp_min(tiny), 1.0)
+    if search:
+        scale = _least_error(weight, scale, 0 if block is None else block[1])
     if per_tensor:
         scale = scale.expand(n, 1)
     elif block is not None:
@@ -299,3 +304,22 @@ def encode_eight_bit(
     if family == "fp8":
         return to_e4m3(scaled), scale.contiguous()
     return scaled.round().clamp(-127, 127).to(torch.int8), scale.contiguous()
+
+
+def _least_error(weight: Tensor, scale: Tensor, group: int) -> Tensor:
+    """The best of scale * 2^(i / 8), i < 8, for each row or group of columns of e4m3 codes.
+
+    Steps of e4m3 double with each octave, so a factor of 2 changes nothing and less than that
+    decides which numbers fall on coarse steps.
+    """
+    n, k = weight.shape
+    width = group or k
+    tiles = torch.nn.functional.pad(weight, (0, -k % width)).view(n, -1, width)
+    best, least = scale, torch.full_like(scale, torch.inf)
+    for i in range(8):
+        trial = scale * 2.0 ** (i / 8)
+        wide = trial.unsqueeze(-1)
+        error = (to_e4m3(tiles / wide).float() * wide - tiles).square_().sum(dim=-1)
+        better = error < least
+        best, least = torch.where(better, trial, best), torch.where(better, error, least)
+    return best

@@ -8,9 +8,10 @@
 | y | [T, N] | x's dtype |
 
 With one scale per row the scales leave the sum, and torch's scaled product runs it where the
-device has FP8 arithmetic. With groups, y = sum over groups of (q_x q_w^T) s_x[t, g] s_w[n, g].
-Emulation multiplies the same codes (exact in float32 and bfloat16) and accumulates in float32, so
-it differs from native by the order of the sum only.
+device has FP8 arithmetic. With groups, y = sum over g of (q_x q_w^T) s_x[t, g] s_w[n, g], which
+runs in Triton on GPUs (with halves in registers where there is no FP8 arithmetic). Emulation multiplies
+the same codes (exact in float32 and bfloat16) and accumulates in float32, so it differs from native
+by the order of the sum only.
 
 Source: quant.md 3.1 of this project's specification; PyTorch's documentation of scaled products.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,6 +46,10 @@ def make_kernel(need: LinearNeed, options: Any, logger: logging.Logger) -> Linea
     scheme = parse(need.encoding)
     dtype = getattr(torch, need.dtype)
     why = "switched off by the option native" if options.native == "off" else ""
+    if scheme.group >= 32 and need.device_type == "cuda" and find_spec("triton"):
+        from cardcage.plugins.linear._w8a8_kernels import GroupMatmul
+
+        return GroupMatmul(scheme, native=not why and scaled_product_works("cuda"))
     if not why and scheme.group:
         why = "scales per group of columns"
     if not why and (need.in_features % 16 or need.out_features % 16):
@@ -53,7 +59,8 @@ def make_kernel(need: LinearNeed, options: Any, logger: logging.Logger) -> Linea
     if not why and not scaled_product_works(need.device_type):
         why = f"torch's scaled product fails on this {need.device_type} device"
     if not why:
-        return ScaledMatmul(scheme, dtype)
+        rowwise = dtype == torch.bfloat16 and row_scaled_product_works(need.device_type)
+        return ScaledMatmul(scheme, dtype, rowwise)
     logger.debug("fp8_matmul emulates %s: %s", need.encoding, why)
     return EmulatedMatmul(scheme, dtype, options.emulation == "streaming")
 
@@ -69,6 +76,21 @@ def scaled_product_works(device_type: str) -> bool:
     except (RuntimeError, ValueError, NotImplementedError):
         return False
     return bool((y == -24.0).all())
+
+
+@cache
+def row_scaled_product_works(device_type: str) -> bool:
+    """Whether the scaled product takes scales per row of both sides (bfloat16 output)."""
+    a = torch.full((16, 32), 1.5, device=device_type).to(_FP8)
+    b = torch.full((16, 32), -0.5, device=device_type).to(_FP8)
+    left = torch.full((16, 1), 2.0, device=device_type)
+    right = torch.full((1, 16), 0.5, device=device_type)
+    right[0, 3] = 4.0
+    try:
+        y = torch._scaled_mm(a, b.t(), scale_a=left, scale_b=right, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return bool((y[:, 3] == -192.0).all()) and bool((y[:, :3] == -24.0).all())
 
 
 @dataclass(slots=True)
@@ -107,13 +129,22 @@ class _Fp8Kernel:
 
 
 class ScaledMatmul(_Fp8Kernel):
-    """torch's scaled product with float32 output; scales and bias are applied after it.
+    """torch's scaled product, for one scale per row (or fewer) on both sides.
 
-    Unit scales inside and an epilogue outside serve every combination of input and weight
-    granularity and every output dtype with one rounding.
+    `rowwise`: the product applies the scales itself and rounds to bfloat16. Otherwise it has unit
+    scales and float32 output, and scales and bias follow, rounded once, for any output dtype.
     """
 
     layout_id = "fp8_matmul.scaled.1"
+
+    def __init__(self, scheme: Scheme, dtype: torch.dtype, rowwise: bool) -> None:
+        super().__init__(scheme, dtype)
+        self.rowwise = rowwise
+        self._fused = None
+        if scheme.act == "token" and find_spec("triton"):
+            from cardcage.plugins.linear._w8a8_kernels import quantize
+
+            self._fused = quantize
 
     def prepare(self, record: QuantTensor, device: torch.device) -> Handle:
         """Codes as they are, scales as a row."""
@@ -125,7 +156,19 @@ class ScaledMatmul(_Fp8Kernel):
 
     def run(self, handle: Handle, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N]."""
-        codes, scale = self._codes(x, handle)
+        if self._fused is None:
+            codes, scale = self._codes(x, handle)
+        else:
+            codes, scale = self._fused(x, self.scheme)
+            codes = codes.view(_FP8)
+        if self.rowwise:
+            if scale.dim() == 1:
+                scale = scale.expand(x.shape[0], 1).contiguous()
+            y = torch._scaled_mm(
+                codes, handle.weight.t(), scale_a=scale, scale_b=handle.scale,
+                out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            return y if bias is None else y.add_(bias)
         y = torch._scaled_mm(
             codes, handle.weight.t(), scale_a=self._one, scale_b=self._one,
             out_dtype=torch.float32,

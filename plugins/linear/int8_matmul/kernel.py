@@ -5,12 +5,13 @@
 | x | [T, K] | compute dtype; its codes are made in every call |
 | weight | [G, N, g] | int8, zero padded: one slice of columns per scale (G = 1 for row scales) |
 | scale | [G, N] | float32 |
-| column sums | [N] | float32 (exact integers below 2^24), for inputs with a zero point |
+| column sums | [N] | int32, for inputs with a zero point |
 | y | [T, N] | x's dtype |
 
 The inner sums are exact: int32 by `torch._int_mm`, or, where the device has none, float32
 products of at most 1024 columns (1024 * 128 * 128 = 2^24). They are scaled in float32 and rounded
-once to x's dtype. GPUs want at least 17 rows and multiples of 8, so shapes are padded there.
+once to x's dtype. With groups, GPUs run it all in Triton (`_w8a8_kernels`). GPUs want at least 17
+rows and multiples of 8, so shapes are padded there.
 
 Source: quant.md 3.2 of this project's specification.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +42,15 @@ _MIN_ROWS = 17  # cuBLAS refuses fewer
 
 def make_kernel(need: LinearNeed) -> LinearKernel:
     """The kernel with the integer product that this device has."""
+    scheme = parse(need.encoding)
+    triton = need.device_type == "cuda" and find_spec("triton") is not None
+    if scheme.group >= 32 and triton:
+        from cardcage.plugins.linear._w8a8_kernels import GroupMatmul
+
+        return GroupMatmul(scheme, native=True)
     native = integer_product_works(need.device_type)
     pad = need.device_type != "cpu" and native
-    return Int8Kernel(parse(need.encoding), native, pad)
+    return Int8Kernel(scheme, native, pad, fused=triton and scheme.act == "token")
 
 
 @cache
@@ -87,13 +95,18 @@ class Handle:
 class Int8Kernel:
     """Exact int32 sums per group of columns, scaled in float32."""
 
-    def __init__(self, scheme: Scheme, native: bool, pad: bool) -> None:
+    def __init__(self, scheme: Scheme, native: bool, pad: bool, fused: bool = False) -> None:
         self.scheme = scheme
         self.pad = pad
         self.layout_id = f"int8_matmul.{'int' if native else 'float'}.1"
         self._product: Callable[[Tensor, Tensor], Tensor] = (
             integer_product if native else float_product
         )
+        self._fused = None
+        if fused:
+            from cardcage.plugins.linear._w8a8_kernels import quantize
+
+            self._fused = quantize
 
     def prepare(self, record: QuantTensor, device: torch.device) -> Handle:
         """Slices of columns, padded where the device wants it; sums for zero points."""
@@ -121,6 +134,9 @@ class Int8Kernel:
         if handle.input_scale is not None:
             scale = handle.input_scale
             codes = int8_static(x.float(), scale, zero)
+        elif self._fused is not None:
+            codes, scale = self._fused(x, self.scheme)
+            codes = codes.view(torch.int8)
         else:
             codes, scale, zero = int8_dynamic(x.float(), self.scheme)
         rows, columns = codes.shape

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cardcage.core.contracts import PluginContext, QuantCaps, Quantizer, QuantNeed
 
 Scheme = Literal[
-    "fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor",
+    "fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_group", "fp8_per_tensor",
     "int8", "int8_per_channel", "int8_per_channel_weight_only", "int8_per_group", "none",
 ]  # fmt: skip
 
@@ -23,12 +23,27 @@ class OnlineOptions(BaseModel):
     activations: Literal["dynamic", "none"] = Field(
         "dynamic", description="quantize inputs per token (W8A8), or leave them alone (W8A16)"
     )
+    scales: Literal["largest", "least_error"] = Field(
+        "largest",
+        description="a scale from the largest magnitude, or (fp8 per channel or group) the best of "
+        "8 by squared error; slower to load",
+    )
     ignore: tuple[str, ...] = Field(
         (), description="layers to leave alone: exact name, fnmatch pattern, or re:regex"
     )
     targets: dict[str, Scheme] = Field(
         {}, description="scheme by pattern, before all else; the first match decides"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> OnlineOptions:
+        used = {self.scheme, self.moe or self.scheme, *self.targets.values()} - {"none"}
+        wrong = sorted(used - {"fp8_per_channel", "fp8_per_group"})
+        if self.scales == "least_error" and wrong:
+            raise ValueError(
+                f"scales = 'least_error' needs fp8_per_channel or fp8_per_group, not {wrong[0]}"
+            )
+        return self
 
 
 class Online:

@@ -7,6 +7,7 @@ the weight is encoded from float32 by its largest magnitudes:
 |---|---|---|---|
 | fp8_per_tensor | e4m3 | the component | per token |
 | fp8_per_channel | e4m3 | each row | per token |
+| fp8_per_group | e4m3 | each row and 32 columns | per token and 32 columns |
 | fp8_per_block | e4m3 | 128 x 128 | per token and 128 columns |
 | int8_per_group | int8 | each row and 128 columns | per token and 128 columns |
 | int8_per_channel | int8 | each row | per token |
@@ -45,7 +46,7 @@ from cardcage.plugins.quant._codecs import Layout, encode_eight_bit, make_record
 from cardcage.plugins.quant._stored import matches_glob, plain_record
 
 ShardMax = Callable[[LinearDesc, Tensor], Tensor]
-_BLOCKS = {"per_block": (128, 128), "per_group": (1, 128)}
+_BLOCKS = {"fp8_per_block": (128, 128), "fp8_per_group": (1, 32), "int8_per_group": (1, 128)}
 # The broad option never touches these: they are small, and errors in them cost the most.
 _UNTOUCHED = frozenset({"lm_head", "gate", "router", "shared_expert_gate"})
 _SHORT = {"fp8": "fp8_per_tensor", "int8": "int8_per_group"}
@@ -60,6 +61,11 @@ class OnlineQuantizer:
         self._options = options
         self._base = base
         self._reduce_max = reduce_max
+        if reduce_max is not None and options.scales == "least_error":
+            raise PluginError(
+                "online: scales = 'least_error' would differ between shards of a weight; use "
+                "'largest' when each rank reads its own shard"
+            )
 
     @classmethod
     def from_context(cls, need: QuantNeed, ctx: PluginContext, options: Any) -> OnlineQuantizer:
@@ -123,11 +129,12 @@ class OnlineQuantizer:
         if not bool(torch.isfinite(weight).all()):
             raise CheckpointError(f"{desc.name}.weight holds NaN or infinity")
         family, _, scope = scheme.partition("_")
-        block = _BLOCKS.get(scope)
+        block = _BLOCKS.get(scheme)
         reduce_max = self._reduce_max
         codes, scale = encode_eight_bit(
             weight, family, block, scope == "per_tensor",
             None if reduce_max is None else lambda amax: reduce_max(desc, amax),
+            self._options.scales == "least_error",
         )  # fmt: skip
         act = ""
         if self._options.activations == "dynamic" and not scope.endswith("weight_only"):

@@ -61,13 +61,16 @@ def test_codes(scheme: str, family: str, rows: int, cols: int, encoding: str,
     assert torch.equal(got.decode(got), expected)
 
 
-@pytest.mark.parametrize(("scheme", "rows"), [("fp8_per_block", 128), ("int8_per_group", 1)])
+@pytest.mark.parametrize(
+    ("scheme", "rows"), [("fp8_per_block", 128), ("int8_per_group", 1), ("fp8_per_group", 1)]
+)
 def test_blocks_with_edges(scheme: str, rows: int) -> None:
     w, family = weight(140, 260), scheme.partition("_")[0]
     got = q.record(q.build(Online, None, scheme=scheme), {"a.weight": w}, "a", 140, 260)
-    assert got.encoding == f"{family}:g128/group"
+    cols = 32 if scheme == "fp8_per_group" else 128
+    assert got.encoding == f"{family}:g{cols}/group"
     assert torch.equal(
-        got.decode(got), torch.from_numpy(encode(w.float().numpy(), family, rows, 128))
+        got.decode(got), torch.from_numpy(encode(w.float().numpy(), family, rows, cols))
     )
 
 
@@ -200,3 +203,38 @@ def test_options_are_checked() -> None:
     for wrong in ({"scheme": "fp4"}, {"shceme": "fp8"}, {"targets": {"a": "fp3"}}):
         with pytest.raises(pydantic.ValidationError):
             OnlineOptions(**wrong)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("fp8_per_channel", 72), ("fp8_per_group", 32)])
+def test_scales_of_least_error(scheme: str, width: int) -> None:
+    """The best of 8 scales an octave, by trying each one; never worse than the largest's."""
+    w = weight(6, 72, torch.float32)
+    w[2] = 0
+    errors = []
+    for scales in ("largest", "least_error"):
+        got = q.record(q.build(Online, None, scheme=scheme, scales=scales), {"a.weight": w}, "a",
+                       6, 72)  # fmt: skip
+        errors.append(float((got.decode(got) - w).square().sum()))
+    assert errors[1] < errors[0]
+    for row in range(6):
+        for g, at in enumerate(range(0, 72, width)):
+            part = w[row, at : at + width].numpy()
+            base = F32(np.abs(part).max() / F32(448)) or F32(1)
+            tried = {}
+            for i in range(8):
+                s = F32(base * F32(2.0 ** (i / 8)))
+                codes = [q.e4m3(q.nearest_e4m3(float(F32(v / s)))) for v in part]
+                tried[float(s)] = sum((c * float(s) - float(v)) ** 2 for c, v in zip(codes, part))
+            chosen = float(got.parts["scale"][row, g])
+            nearest = min(tried, key=lambda s: abs(s - chosen))
+            assert chosen == pytest.approx(nearest, rel=1e-6)
+            assert tried[nearest] <= min(tried.values()) * (1 + 1e-4)
+
+
+def test_where_least_error_is_refused() -> None:
+    for wrong in ({}, {"scheme": "int8"}, {"scheme": "fp8_per_group", "moe": "fp8_per_block"}):
+        with pytest.raises(pydantic.ValidationError, match="least_error"):
+            OnlineOptions(scales="least_error", **wrong)
+    options = OnlineOptions(scheme="fp8_per_group", scales="least_error")
+    with pytest.raises(PluginError, match="shards"):
+        Online().build(QuantNeed(), q.context(None, reduce_max=lambda d, a: a), options)
