@@ -1,13 +1,13 @@
 """Perplexity of a model under several quantizations, side by side in one table.
 
-    python benchmarks/perplexity.py --schemes none fp8 int8 --out benchmarks/results/NAME.json
+    python benchmarks/perplexity.py --schemes none fp8/weights int8 --out benchmarks/results/NAME.json
     python benchmarks/perplexity.py --model FOLDER --tokens 2000
 
 The text is `benchmarks/data/corpus.u16` (token ids of the embedded model, little-endian uint16),
 cut in windows of `--window` tokens that start afresh; every token but a window's first is scored
 given those before it. Perplexity = exp(-mean log-probability). "none" is the model as it is in
-`--dtype`; other schemes are those of the online quantizer, and `SCHEME/none` leaves the inputs
-unquantized (weights only). The change against the first scheme is printed in percent.
+`--dtype`; other schemes are those of the online quantizer. `SCHEME/weights` leaves the inputs
+unquantized, `SCHEME/least_error` searches scales, and both can be combined. The change against the first scheme is printed in percent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ import numpy as np
 
 from cardcage import LLM, SamplingParams
 
+DEFAULT = [
+    "none", "int8", "int8/weights", "int8_per_channel", "fp8/weights",
+    "fp8_per_group/weights/least_error", "fp8", "fp8_per_channel", "fp8_per_block",
+]  # fmt: skip
 CORPUS = Path(__file__).parent / "data" / "corpus.u16"
 
 
@@ -41,8 +45,15 @@ def overrides(scheme: str) -> dict[str, Any]:
     """The config that runs a scheme."""
     if scheme == "none":
         return {}
-    name, _, acts = scheme.partition("/")
-    options = {"scheme": name, **({"activations": acts} if acts else {})}
+    name, *flags = scheme.split("/")
+    unknown = set(flags) - {"weights", "least_error"}
+    if unknown:
+        raise SystemExit(f"{scheme}: {unknown.pop()!r} is neither 'weights' nor 'least_error'")
+    options = {"scheme": name}
+    if "weights" in flags:
+        options["activations"] = "none"
+    if "least_error" in flags:
+        options["scales"] = "least_error"
     return {"quant": {"use": "online"}, "plugin": {"online": options}}
 
 
@@ -78,7 +89,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--schemes", nargs="+", default=["none", "fp8", "fp8_per_channel", "int8"])
+    parser.add_argument("--schemes", nargs="+", default=DEFAULT)
     parser.add_argument("--out", type=Path, help="write the rows as JSON, with the command")
     args = parser.parse_args()
     cut, rows = windows(args.tokens, args.window), []
@@ -89,7 +100,7 @@ def main() -> None:
         )
         rows.append(row)
         print(
-            f"{scheme:<32} perplexity {row['perplexity']:9.4f}  {row['change_percent']:+7.3f} %"
+            f"{scheme:<36} perplexity {row['perplexity']:9.4f}  {row['change_percent']:+7.3f} %"
             f"  {row['tokens']} tokens, {row['run_s']} s",
             flush=True,
         )

@@ -9,9 +9,9 @@
 
 With one scale per row the scales leave the sum, and torch's scaled product runs it where the
 device has FP8 arithmetic. With groups, y = sum over g of (q_x q_w^T) s_x[t, g] s_w[n, g], which
-runs in Triton on GPUs (with halves in registers where there is no FP8 arithmetic). Emulation multiplies
-the same codes (exact in float32 and bfloat16) and accumulates in float32, so it differs from native
-by the order of the sum only.
+runs in Triton on GPUs (with halves in registers where there is no FP8 arithmetic). Emulation
+multiplies the same codes (exact in float32 and bfloat16) and accumulates in float32, so it differs
+from native by the order of the sum only.
 
 Source: quant.md 3.1 of this project's specification; PyTorch's documentation of scaled products.
 """

@@ -22,8 +22,11 @@ class TritonPackedOptions(BaseModel):
     """When a step leaves the packed product."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    dense_rows: int = Field(
-        128, ge=1, description="from this many rows the weight is decoded once per call instead"
+    dense_rows: int | None = Field(
+        None,
+        ge=1,
+        description="from this many rows the weight is decoded once per call instead; unset: 17 "
+        "below 8 bits, else 128",
     )
 
 

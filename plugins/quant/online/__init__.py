@@ -15,7 +15,7 @@ Scheme = Literal[
 
 
 class OnlineOptions(BaseModel):
-    """What to quantize and how. "fp8" is per tensor, "int8" per group of 128 columns."""
+    """What to quantize and how. "fp8" is per tensor, "int8" per group of 64 columns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     scheme: Scheme = Field("fp8", description="the scheme of linear layers")

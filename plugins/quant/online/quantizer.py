@@ -9,7 +9,7 @@ the weight is encoded from float32 by its largest magnitudes:
 | fp8_per_channel | e4m3 | each row | per token |
 | fp8_per_group | e4m3 | each row and 32 columns | per token and 32 columns |
 | fp8_per_block | e4m3 | 128 x 128 | per token and 128 columns |
-| int8_per_group | int8 | each row and 128 columns | per token and 128 columns |
+| int8_per_group | int8 | each row and 64 columns | per token and 64 columns |
 | int8_per_channel | int8 | each row | per token |
 | int8_per_channel_weight_only | int8 | each row | left alone |
 
@@ -46,7 +46,7 @@ from cardcage.plugins.quant._codecs import Layout, encode_eight_bit, make_record
 from cardcage.plugins.quant._stored import matches_glob, plain_record
 
 ShardMax = Callable[[LinearDesc, Tensor], Tensor]
-_BLOCKS = {"fp8_per_block": (128, 128), "fp8_per_group": (1, 32), "int8_per_group": (1, 128)}
+_BLOCKS = {"fp8_per_block": (128, 128), "fp8_per_group": (1, 32), "int8_per_group": (1, 64)}
 # The broad option never touches these: they are small, and errors in them cost the most.
 _UNTOUCHED = frozenset({"lm_head", "gate", "router", "shared_expert_gate"})
 _SHORT = {"fp8": "fp8_per_tensor", "int8": "int8_per_group"}

@@ -71,7 +71,7 @@ RECORDS = {
     "fp8:row": lambda: online("fp8", 37, 96),
     "fp8:g128": lambda: online("fp8_per_block", 37, 288),
     "int8:row": lambda: online("int8_per_channel", 37, 96),
-    "int8:g128": lambda: online("int8", 21, 288),
+    "int8:g64": lambda: online("int8", 21, 288),
 }
 
 

@@ -46,7 +46,7 @@ def encode(w: np.ndarray, family: str, rows: int, cols: int) -> np.ndarray:
         ("fp8", "fp8", 12, 24, "fp8:row/token"),
         ("fp8_per_channel", "fp8", 1, 24, "fp8:row/token"),
         ("fp8_per_block", "fp8", 128, 128, "fp8:row/token"),
-        ("int8", "int8", 1, 128, "int8:row/token"),
+        ("int8", "int8", 1, 64, "int8:row/token"),
         ("int8_per_channel", "int8", 1, 24, "int8:row/token"),
         ("int8_per_channel_weight_only", "int8", 1, 24, "int8:row"),
     ],
@@ -67,7 +67,7 @@ def test_codes(scheme: str, family: str, rows: int, cols: int, encoding: str,
 def test_blocks_with_edges(scheme: str, rows: int) -> None:
     w, family = weight(140, 260), scheme.partition("_")[0]
     got = q.record(q.build(Online, None, scheme=scheme), {"a.weight": w}, "a", 140, 260)
-    cols = 32 if scheme == "fp8_per_group" else 128
+    cols = {"fp8_per_group": 32, "int8_per_group": 64}.get(scheme, 128)
     assert got.encoding == f"{family}:g{cols}/group"
     assert torch.equal(
         got.decode(got), torch.from_numpy(encode(w.float().numpy(), family, rows, cols))
