@@ -1,13 +1,14 @@
 """Perplexity of a model under several quantizations, side by side in one table.
 
-    python benchmarks/perplexity.py --schemes none fp8/weights int8 --out benchmarks/results/NAME.json
+    python benchmarks/perplexity.py --schemes none fp8/weights int8 --out NAME.json
     python benchmarks/perplexity.py --model FOLDER --tokens 2000
 
 The text is `benchmarks/data/corpus.u16` (token ids of the embedded model, little-endian uint16),
 cut in windows of `--window` tokens that start afresh; every token but a window's first is scored
 given those before it. Perplexity = exp(-mean log-probability). "none" is the model as it is in
 `--dtype`; other schemes are those of the online quantizer. `SCHEME/weights` leaves the inputs
-unquantized, `SCHEME/least_error` searches scales, and both can be combined. The change against the first scheme is printed in percent.
+unquantized, `SCHEME/least_error` searches scales, and both can be combined. The change against
+the first scheme is printed in percent.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 
 from cardcage.core import contracts as c
 from cardcage.core.config import Config, load_config
+from cardcage.core.config_sources import path_text
 from cardcage.core.draft_policy import DraftPolicy
 from cardcage.core.drafting import Drafter
 from cardcage.core.engine import Engine
@@ -247,12 +248,12 @@ class Host:
             self.hooks.call("cardcage_process_stop", role=role, ctx=self._process_context(role))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted paths of all values that are not tables themselves."""
+def _leaves(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[str]:
+    """Dotted paths of all values that are not tables themselves; odd keys are quoted."""
     found: list[str] = []
     for key, value in tree.items():
-        path = f"{prefix}{key}"
-        found += _leaves(value, path + ".") if isinstance(value, dict) and value else [path]
+        path = (*prefix, key)
+        found += _leaves(value, path) if isinstance(value, dict) and value else [path_text(path)]
     return found
 
 

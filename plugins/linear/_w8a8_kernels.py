@@ -23,7 +23,8 @@ of the product against float64: rounding of y.
 Source: quant.md 3.1, 3.2 and 7 of this project's specification.
 """
 
-# fmt: off  (signatures keep tensors, strides and constants in groups)
+# Signatures keep tensors, strides and constants in groups:
+# fmt: off
 
 from __future__ import annotations
 

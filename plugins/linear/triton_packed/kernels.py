@@ -29,7 +29,8 @@ Limits, checked by the launcher: K % 32 = 0, groups of a row or multiples of 32.
 Source: quant.md 1.8, 3.1 and 3.3 of this project's specification.
 """
 
-# fmt: off  (signatures keep tensors, strides and constants in groups)
+# Signatures keep tensors, strides and constants in groups:
+# fmt: off
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_against_decoded_weights(encoding: str, dtype: str) -> None:
     run, handle = kernel(record, dtype)
     torch_dtype = getattr(torch, dtype)
     bias = torch.randn(record.shape[0]).to(torch_dtype)
-    for t in (1, 5, 17, 40):
+    for t in (1, 17, 40):
         x = torch.randn(t, record.shape[1], generator=torch.Generator().manual_seed(t))
         x = x.to(torch_dtype)
         for b in (None, bias):

@@ -256,6 +256,16 @@ def test_online(oracle: Oracle, tmp_path: Path, scheme: str) -> None:
     assert float((got - expected(oracle, {}, tokens)).abs().mean()) < far
 
 
+def test_online_by_pattern(oracle: Oracle, tmp_path: Path) -> None:
+    """Patterns hold dots; what they leave alone stays a plain product."""
+    save_file(oracle.tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(oracle.config))
+    options = {"scheme": "int8", "targets": {"*.down_proj": "none", "re:.*o_proj": "fp8"}}
+    with engine(tmp_path, quant={"use": "online"}, plugin={"online": options}) as llm:
+        used = sorted(llm.explain()["executor"]["model"]["linear"])
+    assert [k.partition(" ")[0] for k in used] == ["fp8:row/token", "int8:row/token", "none"]
+
+
 @pytest.mark.parametrize(
     ("layout", "gone"),
     [("gptq4", "scales"), ("awq", "qzeros"), ("packed4", "weight_zero_point"),
