@@ -29,8 +29,8 @@ import numpy as np
 from cardcage import LLM, SamplingParams
 
 DEFAULT = [
-    "none", "int8", "int8/weights", "int8_per_channel", "fp8/weights",
-    "fp8_per_group/weights/least_error", "fp8", "fp8_per_channel", "fp8_per_block",
+    "none", "fp8", "fp8/weights", "int8", "int8/weights", "fp8_per_channel/weights/least_error",
+    "fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "int8_per_channel",
 ]  # fmt: skip
 CORPUS = Path(__file__).parent / "data" / "corpus.u16"
 

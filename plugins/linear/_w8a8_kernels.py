@@ -29,12 +29,19 @@ Source: quant.md 3.1, 3.2 and 7 of this project's specification.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cardcage.core.contracts import QuantTensor
 from cardcage.plugins.linear._activations import Scheme
+from cardcage.plugins.linear.triton_packed.kernels import decode_weight
+
+# On an H200 in bf16, [14336, 4096] in groups of 128, 2026-12: 64 rows 37 us against 34 dense,
+# 2048 rows 1295 us against about 420 with decoding.
+DENSE_ROWS = 256
+_DECODE_BYTES = 1024
 
 _FP8_FLOOR = tl.constexpr(1.0 / (448.0 * 512.0))
 _INT8_FLOOR = tl.constexpr(1e-12)
@@ -198,10 +205,23 @@ def multiply(
     return y
 
 
+def decode(codes: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """uint8 codes [R, K] and scales [R, G] or [R, 1] -> code * scale [R, K], rounded once."""
+    rows, k = codes.shape
+    out = torch.empty((rows, k), dtype=dtype, device=codes.device)
+    decode_weight[(rows, -(-k // _DECODE_BYTES))](
+        codes, scale, scale, out, k, k, codes.stride(0), scale.stride(0),
+        FP8=scheme.family == "fp8", BITS=8, HALF=0, GROUP=scheme.group if scale.shape[1] > 1 else 0,
+        HAS_ZERO=False, BLOCK_K=128, BYTES=_DECODE_BYTES,
+    )  # fmt: skip
+    return out
+
+
 class GroupMatmul:
     """Groups of columns on GPUs: one launch to quantize x, one for the product.
 
-    `native` uses the device's own e4m3 products; otherwise codes become halves in registers.
+    `native` uses the device's own e4m3 products; otherwise codes become halves in registers. From
+    `DENSE_ROWS` rows, codes of both sides are decoded to x's dtype and torch multiplies them.
     """
 
     def __init__(self, scheme: Scheme, native: bool) -> None:
@@ -219,4 +239,7 @@ class GroupMatmul:
     ) -> Tensor:
         """x [T, K] -> [T, N] in x's dtype."""
         codes, scales = quantize(x, self.scheme)
-        return multiply(codes, scales, *handle, self.scheme, bias, x.dtype, self.native)
+        if x.shape[0] < DENSE_ROWS:
+            return multiply(codes, scales, *handle, self.scheme, bias, x.dtype, self.native)
+        inputs = decode(codes, scales, self.scheme, x.dtype)
+        return F.linear(inputs, decode(*handle, self.scheme, x.dtype), bias)

@@ -15,7 +15,7 @@ Scheme = Literal[
 
 
 class OnlineOptions(BaseModel):
-    """What to quantize and how. "fp8" is per tensor, "int8" per group of 64 columns."""
+    """What to quantize and how. "fp8" and "int8" are per group: 32 and 64 columns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     scheme: Scheme = Field("fp8", description="the scheme of linear layers")
@@ -23,10 +23,10 @@ class OnlineOptions(BaseModel):
     activations: Literal["dynamic", "none"] = Field(
         "dynamic", description="quantize inputs per token (W8A8), or leave them alone (W8A16)"
     )
-    scales: Literal["largest", "least_error"] = Field(
-        "largest",
+    scales: Literal["auto", "largest", "least_error"] = Field(
+        "auto",
         description="a scale from the largest magnitude, or (fp8 per channel or group) the best of "
-        "8 by squared error; slower to load",
+        "8 by squared error, slower to load; auto: the best for fp8_per_group",
     )
     ignore: tuple[str, ...] = Field(
         (), description="layers to leave alone: exact name, fnmatch pattern, or re:regex"
@@ -38,7 +38,7 @@ class OnlineOptions(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> OnlineOptions:
         used = {self.scheme, self.moe or self.scheme, *self.targets.values()} - {"none"}
-        wrong = sorted(used - {"fp8_per_channel", "fp8_per_group"})
+        wrong = sorted(used - {"fp8", "fp8_per_channel", "fp8_per_group"})
         if self.scales == "least_error" and wrong:
             raise ValueError(
                 f"scales = 'least_error' needs fp8_per_channel or fp8_per_group, not {wrong[0]}"

@@ -16,6 +16,10 @@ the weight is encoded from float32 by its largest magnitudes:
 Embeddings, the output head and routers are left alone unless `targets` names them. Components of
 a fused layer keep their own scales (records concatenate along N). Memory: one layer in float32.
 
+"fp8" means fp8_per_group: with three bits of mantissa, a scale for the whole tensor and inputs with
+one scale per token cost twice the perplexity on small models (`benchmarks/perplexity.py`), so the
+faster schemes are there by name. Its scales are the best of 8 within an octave.
+
 Sharding: `record` normally sees whole weights, so scales do not depend on how they are sharded
 later. A loader that reads only its shard passes `reduce_max` in the context's extras, called as
 `reduce_max(desc, amax)` with the shard's magnitudes (float32 [1, 1], [N, 1] or the block grid) and
@@ -49,7 +53,7 @@ ShardMax = Callable[[LinearDesc, Tensor], Tensor]
 _BLOCKS = {"fp8_per_block": (128, 128), "fp8_per_group": (1, 32), "int8_per_group": (1, 64)}
 # The broad option never touches these: they are small, and errors in them cost the most.
 _UNTOUCHED = frozenset({"lm_head", "gate", "router", "shared_expert_gate"})
-_SHORT = {"fp8": "fp8_per_tensor", "int8": "int8_per_group"}
+_SHORT = {"fp8": "fp8_per_group", "int8": "int8_per_group"}
 
 
 class OnlineQuantizer:
@@ -61,10 +65,15 @@ class OnlineQuantizer:
         self._options = options
         self._base = base
         self._reduce_max = reduce_max
-        if reduce_max is not None and options.scales == "least_error":
+        used = {options.scheme, options.moe, *options.targets.values()}
+        if (
+            reduce_max is not None
+            and options.scales == "least_error"
+            and ("fp8_per_channel" in used)
+        ):
             raise PluginError(
-                "online: scales = 'least_error' would differ between shards of a weight; use "
-                "'largest' when each rank reads its own shard"
+                "online: scales = 'least_error' of whole rows would differ between shards of a "
+                "weight; use 'largest', or fp8_per_group, when each rank reads its own shard"
             )
 
     @classmethod
@@ -114,6 +123,10 @@ class OnlineQuantizer:
             chosen = options.moe if moe else options.scheme
         return _SHORT.get(chosen, chosen)
 
+    def _search(self, scheme: str) -> bool:
+        scales = self._options.scales
+        return scales == "least_error" or (scales == "auto" and scheme == "fp8_per_group")
+
     def _source(
         self,
         desc: LinearDesc,
@@ -134,7 +147,7 @@ class OnlineQuantizer:
         codes, scale = encode_eight_bit(
             weight, family, block, scope == "per_tensor",
             None if reduce_max is None else lambda amax: reduce_max(desc, amax),
-            self._options.scales == "least_error",
+            self._search(scheme),
         )  # fmt: skip
         act = ""
         if self._options.activations == "dynamic" and not scope.endswith("weight_only"):

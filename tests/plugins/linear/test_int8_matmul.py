@@ -76,7 +76,9 @@ def reference(record: QuantTensor, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("native", "pad"), VARIANTS)
 @pytest.mark.parametrize("encoding", CASES)
-@pytest.mark.parametrize(("t", "n", "k"), [(1, 8, 64), (5, 7, 70), (20, 16, 96), (3, 5, 1), (256, 9, 70)])
+@pytest.mark.parametrize(
+    ("t", "n", "k"), [(1, 8, 64), (5, 7, 70), (20, 16, 96), (3, 5, 1), (256, 9, 70)]
+)
 def test_against_integers(encoding: str, t: int, n: int, k: int, native: bool, pad: bool) -> None:
     """Integers are exact: only the scaling rounds, once per group."""
     record = layer(encoding, n, k)

@@ -68,7 +68,7 @@ RECORDS = {
     "int8:g64+zero": lambda: gptq(8, 20, 128, 64),
     "int4:g32+zero+gidx": lambda: gptq(4, 24, 96, 32, True),
     "int8:g32+zero+gidx": lambda: gptq(8, 24, 96, 32, True),
-    "fp8:row": lambda: online("fp8", 37, 96),
+    "fp8:row": lambda: online("fp8_per_tensor", 37, 96),
     "fp8:g128": lambda: online("fp8_per_block", 37, 288),
     "int8:row": lambda: online("int8_per_channel", 37, 96),
     "int8:g64": lambda: online("int8", 21, 288),

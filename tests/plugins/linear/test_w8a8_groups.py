@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cardcage.plugins.linear._activations import fp8_dynamic, int8_dynamic, parse, spread
-from cardcage.plugins.linear._w8a8_kernels import multiply, quantize
+from cardcage.plugins.linear._w8a8_kernels import decode, multiply, quantize
 
 DEVICE = "cuda" if shutil.which("nvidia-smi") else "cpu"  # the interpreter runs on host tensors
 CASES = [
@@ -68,6 +68,18 @@ def test_product(encoding: str, t: int, n: int, k: int) -> None:
         assert bool(((got.cpu().double() - want).abs() <= bound * size).all())
     assert multiply(codes[:0], scales[:0], raw.to(DEVICE), ws.to(DEVICE), scheme, None,
                     torch.float32, native).shape == (0, n)  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", CASES)
+def test_decoding_for_many_rows(encoding: str) -> None:
+    """Code times scale, exactly, for inputs and weights."""
+    scheme = parse(encoding)
+    kind = torch.float8_e4m3fn if scheme.family == "fp8" else torch.int8
+    codes, scales = quantize(inputs(5, 200).to(DEVICE), scheme)
+    want = codes.cpu().view(kind).float() * spread(scales.cpu(), scheme.group, 200)
+    assert torch.equal(decode(codes, scales, scheme, torch.float32).cpu(), want)
+    half = decode(codes, scales, scheme, torch.float16)
+    assert torch.equal(half.cpu(), want.half())
 
 
 @pytest.mark.gpu

@@ -263,7 +263,7 @@ def test_online_by_pattern(oracle: Oracle, tmp_path: Path) -> None:
     options = {"scheme": "int8", "targets": {"*.down_proj": "none", "re:.*o_proj": "fp8"}}
     with engine(tmp_path, quant={"use": "online"}, plugin={"online": options}) as llm:
         used = sorted(llm.explain()["executor"]["model"]["linear"])
-    assert [k.partition(" ")[0] for k in used] == ["fp8:row/token", "int8:row/token", "none"]
+    assert [k.partition(" ")[0] for k in used] == ["fp8:g32/group", "int8:row/token", "none"]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def encode(w: np.ndarray, family: str, rows: int, cols: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("scheme", "family", "rows", "cols", "encoding"),
     [
-        ("fp8", "fp8", 12, 24, "fp8:row/token"),
+        ("fp8_per_tensor", "fp8", 12, 24, "fp8:row/token"),
         ("fp8_per_channel", "fp8", 1, 24, "fp8:row/token"),
         ("fp8_per_block", "fp8", 128, 128, "fp8:row/token"),
         ("int8", "int8", 1, 64, "int8:row/token"),
@@ -66,7 +66,8 @@ def test_codes(scheme: str, family: str, rows: int, cols: int, encoding: str,
 )
 def test_blocks_with_edges(scheme: str, rows: int) -> None:
     w, family = weight(140, 260), scheme.partition("_")[0]
-    got = q.record(q.build(Online, None, scheme=scheme), {"a.weight": w}, "a", 140, 260)
+    quantizer = q.build(Online, None, scheme=scheme, scales="largest")
+    got = q.record(quantizer, {"a.weight": w}, "a", 140, 260)
     cols = {"fp8_per_group": 32, "int8_per_group": 64}.get(scheme, 128)
     assert got.encoding == f"{family}:g{cols}/group"
     assert torch.equal(
@@ -88,7 +89,8 @@ def test_a_weight_of_zeros_and_tiny_numbers() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
-    "scheme", ["fp8", "fp8_per_channel", "int8_per_channel", "int8", "fp8_per_block"]
+    "scheme",
+    ["fp8", "fp8_per_tensor", "fp8_per_channel", "int8_per_channel", "int8", "fp8_per_block"],
 )
 def test_shards_share_the_scales_of_the_whole(scheme: str, axis: int) -> None:
     """Two ranks that reduce magnitudes over the sharded axis get the unsharded codes, bitwise."""
@@ -101,7 +103,9 @@ def test_shards_share_the_scales_of_the_whole(scheme: str, axis: int) -> None:
     shards = w.chunk(2, axis)
     # the collective, simulated: first collect each rank's magnitudes, then hand out the maximum
     seen: list[torch.Tensor] = []
-    spans = scheme == "fp8" or (axis == 1 and scheme in ("fp8_per_channel", "int8_per_channel"))
+    spans = scheme == "fp8_per_tensor" or (
+        axis == 1 and scheme in ("fp8_per_channel", "int8_per_channel")
+    )
 
     def run(reduce_max: Any) -> list[Any]:
         ctx = q.context(None, reduce_max=reduce_max)
@@ -121,7 +125,7 @@ def test_shards_share_the_scales_of_the_whole(scheme: str, axis: int) -> None:
 
 
 def test_components_keep_their_own_scale() -> None:
-    quantizer = q.build(Online, None, scheme="fp8")
+    quantizer = q.build(Online, None, scheme="fp8_per_tensor")
     records = [
         q.record(quantizer, {"a.weight": weight(n, 16, seed=n) * n}, "a", n, 16) for n in (4, 8)
     ]
@@ -134,21 +138,21 @@ def test_components_keep_their_own_scale() -> None:
 @pytest.mark.parametrize(
     ("name", "layer", "options", "expected"),
     [
-        ("model.layers.0.mlp.up_proj", "linear", {}, "fp8_per_tensor"),
-        ("model.layers.0.mlp.experts.3.up_proj", "moe", {}, "fp8_per_tensor"),
+        ("model.layers.0.mlp.up_proj", "linear", {}, "fp8_per_group"),
+        ("model.layers.0.mlp.experts.3.up_proj", "moe", {}, "fp8_per_group"),
         ("model.layers.0.mlp.experts.3.up_proj", "moe", {"moe": "int8"}, "int8_per_group"),
-        ("model.layers.0.mlp.up_proj", "linear", {"moe": "int8"}, "fp8_per_tensor"),
+        ("model.layers.0.mlp.up_proj", "linear", {"moe": "int8"}, "fp8_per_group"),
         ("lm_head", "linear", {}, "none"),
         ("model.layers.0.mlp.gate", "linear", {}, "none"),
         ("model.embed_tokens", "embedding", {}, "none"),
         ("lm_head", "linear", {"targets": {"lm_head": "int8"}}, "int8_per_group"),
         ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["re:.*down_proj"]}, "none"),
         ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["*.down_proj"]}, "none"),
-        ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["down_proj"]}, "fp8_per_tensor"),
+        ("model.layers.0.mlp.down_proj", "linear", {"ignore": ["down_proj"]}, "fp8_per_group"),
         ("model.layers.0.mlp.down_proj", "linear",
          {"targets": {"*.down_proj": "fp8_per_channel", "*": "int8"}}, "fp8_per_channel"),
         ("model.layers.0.mlp.up_proj", "linear", {"targets": {"re:.*down": "none"}},
-         "fp8_per_tensor"),
+         "fp8_per_group"),
         ("model.layers.0.mlp.up_proj", "linear", {"scheme": "none"}, "none"),
     ],
 )  # fmt: skip
@@ -167,7 +171,7 @@ def test_left_alone_means_the_plain_record() -> None:
 
 
 def test_inputs_left_alone() -> None:
-    for scheme, encoding in (("fp8", "fp8:row"), ("int8", "int8:row")):
+    for scheme, encoding in (("fp8_per_tensor", "fp8:row"), ("int8", "int8:row")):
         quantizer = q.build(Online, None, scheme=scheme, activations="none")
         assert q.record(quantizer, {"a.weight": weight(4, 8)}, "a", 4, 8).encoding == encoding
 
@@ -232,9 +236,13 @@ def test_scales_of_least_error(scheme: str, width: int) -> None:
 
 
 def test_where_least_error_is_refused() -> None:
-    for wrong in ({}, {"scheme": "int8"}, {"scheme": "fp8_per_group", "moe": "fp8_per_block"}):
+    for wrong in (
+        {"scheme": "fp8_per_tensor"},
+        {"scheme": "int8"},
+        {"scheme": "fp8_per_group", "moe": "fp8_per_block"},
+    ):
         with pytest.raises(pydantic.ValidationError, match="least_error"):
             OnlineOptions(scales="least_error", **wrong)
-    options = OnlineOptions(scheme="fp8_per_group", scales="least_error")
+    options = OnlineOptions(scheme="fp8_per_channel", scales="least_error")
     with pytest.raises(PluginError, match="shards"):
         Online().build(QuantNeed(), q.context(None, reduce_max=lambda d, a: a), options)
