@@ -302,3 +302,23 @@ def test_online_does_not_take_what_is_quantized_already(oracle: Oracle, tmp_path
     save(oracle, tmp_path, *WEIGHT_ONLY["int8"])
     with pytest.raises(SelectionError, match=r"methods int8 not in \{gguf, none\}"):
         engine(tmp_path, quant={"use": "online"})
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_online_experts(tmp_path: Path, scheme: str) -> None:
+    """Experts are quantized one by one, the router is left alone."""
+    from transformers import MixtralConfig
+
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    oracle = Oracle(MixtralConfig(**sizes))
+    save_file(oracle.tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(oracle.config))
+    tokens = oracle.tokens(40)
+    options = {"plugin": {"online": {"scheme": scheme}}, "quant": {"use": "online"}}
+    with engine(tmp_path, **options) as llm:
+        got = logprobs(llm, tokens)
+        used = sorted(llm.explain()["executor"]["model"]["linear"])
+    assert any(k.startswith("none") for k in used)  # router and head
+    assert any("g64/group" in k or "g32/group" in k for k in used)
+    # a token that changes its experts moves far, so the middle one is looked at
+    assert float((got - expected(oracle, {}, tokens)).abs().median()) < 0.3
