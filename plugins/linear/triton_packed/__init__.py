@@ -15,7 +15,19 @@ from cardcage.core.contracts import (
     PluginContext,
 )
 
-_GROUPS = ("row", "g32", "g64", "g128", "g256")
+_GROUPS = ("row", "g32", "g64", "g128")
+
+
+def _encodings() -> frozenset[str]:
+    """All that the kernel runs. int2 in groups of 32 is 8 bytes, too few for the matrix units."""
+    names = {f"fp8:{g}" for g in _GROUPS}
+    for kind in ("int8", "int4", "int2"):
+        for group in _GROUPS:
+            if (kind, group) == ("int2", "g32"):
+                continue
+            orders = ("",) if group == "row" else ("", "+gidx")
+            names |= {f"{kind}:{group}{zero}{order}" for zero in ("", "+zero") for order in orders}
+    return frozenset(names)
 
 
 class TritonPackedOptions(BaseModel):
@@ -36,16 +48,7 @@ class TritonPacked:
     name = "triton_packed"
     api = "linear>=1.0,<2"
     caps = LinearCaps(
-        encoding=frozenset(
-            {f"fp8:{g}" for g in _GROUPS}
-            | {
-                f"{kind}:{g}{zero}"
-                for kind in ("int8", "int4", "int2")
-                for g in _GROUPS
-                if (kind, g) != ("int2", "g32")  # 8 bytes, too few for the matrix units
-                for zero in ("", "+zero", "+gidx", "+zero+gidx")
-            }
-        ),
+        encoding=_encodings(),
         layer=frozenset({"linear", "moe"}),
         device_type=frozenset({"cuda"}),
         arch=AtLeast((8, 0)),
